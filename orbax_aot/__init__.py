@@ -1,0 +1,1 @@
+"""Compiled XLA executables saved beside the weights of an Orbax checkpoint."""
