@@ -57,7 +57,7 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
-__all__ = [  # noqa: PLE0604
+__all__ = [
     *sorted(n for n in _HOME_OF if not n.startswith("_")),
 ]
 

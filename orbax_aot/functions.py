@@ -20,9 +20,8 @@ from orbax_aot import manifest as m
 from orbax_aot import topology, trees
 from orbax_aot._jax import compiled as compiled_lib
 from orbax_aot._jax import config as config_lib
-from orbax_aot._jax import dispatch
+from orbax_aot._jax import dispatch, values
 from orbax_aot._jax import trees as trees_lib
-from orbax_aot._jax import values
 from orbax_aot.errors import UnsupportedFunctionError
 
 # More executables than this in one function are almost always a shape that changes from step to step.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import dataclasses
 import os
@@ -113,7 +112,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
             _Saving(snapshot, self._timeout_secs).run(store_lib.Store(directory))
 
     def _wrapped_save(self, args: AotSave) -> tuple[Any, Any]:
-        self._saves_state = args.item is not None or self._saves_state and args.fns is None
+        self._saves_state = args.item is not None or (self._saves_state and args.fns is None)
         if args.item is None:
             self._saves_state = False
             about = {"orbax_aot": __version__, "functions": sorted(args.fns or {})}

@@ -54,7 +54,7 @@ class Sharding(_Struct, kw_only=True):
     """One of three: named (`mesh`, `spec`), one device (`device`), or an HLO sharding (`hlo`, `positions`)."""
 
     mesh: int | None = None
-    spec: tuple[None | str | tuple[str, ...] | Unconstrained, ...] = ()
+    spec: tuple[str | tuple[str, ...] | Unconstrained | None, ...] = ()
     unreduced: tuple[str, ...] = ()
     reduced: tuple[str, ...] = ()
     unreduced_kind: str | None = None

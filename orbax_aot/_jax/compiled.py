@@ -421,7 +421,7 @@ def find_shape_lie(executable: Any, compiled: jax.stages.Compiled) -> str | None
         if len(shapes) != len(declared):
             return f"{len(declared)} {what}s declared, the executable has {len(shapes)}"
         for i, (found_shape, expected) in enumerate(zip(shapes, declared, strict=True)):
-            if expected[0] and found_shape[0] != expected[0] or found_shape[1] != expected[1]:
+            if (expected[0] and found_shape[0] != expected[0]) or found_shape[1] != expected[1]:
                 return (
                     f"{what} {i} declared as {expected[0]}[{expected[1]}] on each device, the "
                     f"executable has {found_shape[0]}[{found_shape[1]}]"

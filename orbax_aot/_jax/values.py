@@ -238,7 +238,7 @@ class Decoder:
         layout = self.body.layouts[index]
         return self._make(lambda v: Layout(v.order, v.tiling, v.bits), layout, f"layouts[{index}]")
 
-    def aval(self, leaf: m.Leaf, type_index: int | None | ellipsis = ...) -> Any:  # noqa: F821
+    def aval(self, leaf: m.Leaf, type_index: int | ellipsis | None = ...) -> Any:  # noqa: F821
         """Returns the abstract value that `leaf` describes; `type_index` replaces the sharding inside it."""
         return self._make(
             lambda v: self._aval(v, v.type if type_index is ... else type_index), leaf, leaf.path
