@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from orbax_aot.fingerprint import arguments, environment, libraries, values
+from orbax_aot.fingerprint import arguments, environment, libraries, patches, values
 from orbax_aot.fingerprint.walk import Walk
 
 __all__ = ["Fingerprint", "fingerprint_call", "fingerprint_function", "invalidate_library_cache"]
@@ -77,6 +77,7 @@ def fingerprint_call(
 def invalidate_library_cache() -> None:
     """Forgets what was read of installed libraries, as after replacing one; for tests."""
     libraries.forget()
+    patches.forget()
 
 
 def _fingerprint(
@@ -88,13 +89,14 @@ def _fingerprint(
     walk = Walk(values.write_value)
     try:
         environment.write_environment(walk)
+        _write_patches(walk)
         walk.write("function")
         walk.visit(fun)
         walk.write("options")
         walk.visit(dict(sorted((jit_options or {}).items())))
         if args is not None:
             arguments.write_arguments(walk, fun, args, kwargs or {}, jit_options or {})
-        walk.run(_library_names)
+        walk.run(patches.names_looked_up)
         return Fingerprint(walk.digest(), walk.reasons())
     except Exception as error:  # a fingerprint that fails means tracing, not a lost restore
         reason = f"{type(error).__name__}: {error}"[:200]
@@ -102,5 +104,11 @@ def _fingerprint(
         return Fingerprint(digest, (*walk.reasons(), reason))
 
 
-def _library_names() -> frozenset[str]:
-    return frozenset()
+def _write_patches(walk: Walk) -> None:
+    """What was put in place of parts of libraries; library code is not walked and would hide it."""
+    found, unchecked = patches.find_patches()
+    for path, value in found:
+        walk.write("patched", path)
+        walk.visit(value)
+    if unchecked:
+        walk.undecidable(f"nothing to compare {unchecked[0]} with: Python keeps no compiled file")

@@ -166,6 +166,32 @@ def impure_names_in(module_name: str) -> list[str]:
     return sorted(set(names))
 
 
+_roots: dict[str, str] = {}  # of trusted packages (ending in a separator) and single modules
+
+
+def _root(top: str) -> str | None:
+    root = _roots.get(top)
+    if root is None:
+        module = sys.modules.get(top)
+        origin = getattr(module, "__file__", None)
+        if not origin:
+            return None
+        root = os.path.realpath(origin)
+        if hasattr(module, "__path__"):
+            root = os.path.dirname(root) + os.sep
+        _roots[top] = root
+    return root
+
+
+def _trusted_file(real: str) -> tuple[str, Kind] | None:
+    for top in (*TRUSTED_DISTRIBUTIONS, OWN_PACKAGE):
+        root = _root(top)
+        if root is not None and (real == root or real.startswith(root)):
+            inside = real[len(root) :] if real != root else ""
+            return f"{top}/{inside}", kind_of_module(top)
+    return None
+
+
 def _standard_library_file(real: str) -> tuple[str, Kind] | None:
     if not _in_standard_library(real):
         return None
@@ -175,31 +201,21 @@ def _standard_library_file(real: str) -> tuple[str, Kind] | None:
     return inside, Kind.NAMED if top in _PURE_STANDARD_LIBRARY else Kind.IMPURE
 
 
+_UNKNOWN = object()
 _files: dict[str, tuple[str, Kind] | None] = {}
 
 
 def library_file(path: str) -> tuple[str, Kind] | None:
     """The name inside its library of a source file, or None where the file is the user's."""
-    if path in _files:
-        return _files[path]
+    known = _files.get(path, _UNKNOWN)
+    if known is not _UNKNOWN:
+        return known  # type: ignore[return-value]
     found = None
     if path.startswith("<frozen "):
         found = (path, Kind.NAMED)
     else:
         real = os.path.realpath(path)
-        for top in (*TRUSTED_DISTRIBUTIONS, OWN_PACKAGE):
-            module = sys.modules.get(top)
-            origin = getattr(module, "__file__", None)
-            if not origin:
-                continue
-            origin = os.path.realpath(origin)
-            folder = os.path.dirname(origin) + os.sep
-            if real == origin or (hasattr(module, "__path__") and real.startswith(folder)):
-                inside = real[len(folder) :] if real != origin else os.path.basename(origin)
-                found = (f"{top}/{inside}", kind_of_module(top))
-                break
-        else:
-            found = _standard_library_file(real)
+        found = _trusted_file(real) or _standard_library_file(real)
     _files[path] = found
     return found
 
@@ -342,3 +358,4 @@ def forget() -> None:
     _builds = None
     _files.clear()
     _kinds.clear()
+    _roots.clear()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 # Far more than any training step reaches; walking this much takes about a second.
 _MOST_OBJECTS = 500_000
+_MOST_REASONS = 20
 
 Task = Callable[[], None]
 
@@ -178,7 +179,8 @@ class Walk:
 
     def undecidable(self, reason: str) -> None:
         """Notes why an equal digest would not mean the same program."""
-        self._reasons.setdefault(f"{reason} [{self._place}]")
+        if len(self._reasons) < _MOST_REASONS:
+            self._reasons.setdefault(f"{reason} [{self._place}]")
 
     # -- running ----------------------------------------------------------------------------------
 
