@@ -110,6 +110,8 @@ def _require_exportable(traced: jax.stages.Traced) -> None:
     avals = [*traced.jaxpr.in_avals, *traced.jaxpr.out_avals]
     if len(avals) > export_door.MAX_ARRAYS:
         raise _not_serializable(f"{len(avals)} inputs and outputs are more than an export holds")
+    if export_door.closes_over_references(traced):
+        raise _not_serializable("the function closes over a mutable array")
     for aval in avals:
         if not export_door.is_plain_array(aval):
             raise _not_serializable(f"an argument or output is no array but {aval}")
@@ -151,6 +153,8 @@ def _effects_obstacle(traced: jax.stages.Traced) -> Obstacle:
 
 def _export_obstacle(error: Exception, platforms: tuple[str, ...]) -> Obstacle:
     message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyError):
+        message = f"jax.export has no form for {message}"
     if "host_callbacks" in message or "callback" in message.lower():
         return Obstacle(
             "NOT_SERIALIZABLE",
@@ -485,7 +489,8 @@ class _OneDevice:
         return []
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+        # The caller may be within a mesh of other devices, which would contradict this one.
+        return jax.set_mesh(jax.sharding.Mesh(np.array([self._device]), ("device",)))
 
     def concrete(self, saved: Any) -> jax.sharding.SingleDeviceSharding:
         kind = None if saved is None else _memory_kind(saved)

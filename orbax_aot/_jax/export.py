@@ -83,6 +83,11 @@ def host_callback_count(lowered: jax.stages.Lowered) -> int:
     return len(arguments["host_callbacks"] or ()) + len(arguments["keepalive"] or ())
 
 
+def closes_over_references(traced: jax.stages.Traced) -> bool:
+    """Whether a trace holds mutable arrays among its constants (seen on 0.10.2 to 0.12.0.1)."""
+    return not all(is_plain_array(jax.typeof(c)) for c in traced.jaxpr.consts)
+
+
 def flatten(exported: Exported) -> Exported:
     """Returns `exported` as a function from a flat tuple of arrays to a flat tuple of arrays.
 
