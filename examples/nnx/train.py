@@ -3,8 +3,8 @@
     python examples/nnx/train.py --checkpoints /tmp/digits
     python examples/nnx/train.py --checkpoints /tmp/digits --devices 8 --mesh data=2,model=2
 
-Every epoch saves the weights and, beside them, the compiled train step and predict function. After a
-kill the same command goes on where the last save was, without compiling.
+Every epoch saves the weights and, beside them, the compiled train step and predict function. After
+a kill the same command goes on where the last save was, without compiling.
 """
 
 from __future__ import annotations
