@@ -29,7 +29,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoints", required=True, help="folder of the checkpoints")
     parser.add_argument("--devices", type=int, help="pretend to have this many CPU devices")
-    parser.add_argument("--first-device", type=int, default=0, help="use devices from this one on")
     args = parser.parse_args()
     if args.devices:
         jax.config.update("jax_num_cpu_devices", args.devices)
