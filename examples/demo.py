@@ -7,7 +7,6 @@ its executables and once without (`ORBAX_AOT=off`: the weights only, functions c
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import shutil
@@ -17,129 +16,129 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 EXAMPLES = Path(__file__).parent / "linen"
-SAVED_ON = ["--devices=8", "--mesh=data=2,model=2"]
-FIRST_RESULT = {"train.py": "first step done", "eval.py": "test accuracy"}
+TRAIN = ["train.py", "--devices=8", "--epochs=3"]
+EVALUATE = ["eval.py", "--devices=8"]
+KILL_AT_STEP = 60  # in the third epoch; the last checkpoint is that of step 44
 
 
-@dataclasses.dataclass(frozen=True)
-class Restart:
+class Restart(NamedTuple):
     """One line of the table: how the job is started again, and what ought to come of it."""
 
     title: str
-    script: str
-    options: list[str]
+    command: list[str]
     function: str
     expected: str
+    without: bool = True  # also restart without executables, to compare
 
 
 RESTARTS = [
-    Restart("train, same 4 devices", "train.py", SAVED_ON, "train_step", "LOADED"),
     Restart(
-        "train, devices 4-7 instead of 0-3",
-        "train.py",
-        [*SAVED_ON, "--first-device=4"],
+        "train, same 4 devices",
+        [*TRAIN, "--mesh=data=2,model=2"],
+        "train_step",
+        "LOADED",
+    ),
+    Restart(
+        "train, devices 4-7 for 0-3",
+        [*TRAIN, "--mesh=data=2,model=2", "--first-device=4"],
         "train_step",
         "REMAPPED",
     ),
     Restart(
-        "train, 2 devices instead of 4",
-        "train.py",
-        ["--devices=8", "--mesh=data=2,model=1"],
+        "train, 2 devices for 4",
+        [*TRAIN, "--mesh=data=2,model=1"],
         "train_step",
         "RECOMPILED",
     ),
-    Restart("evaluate, no model code", "eval.py", ["--devices=8"], "predict", "LOADED"),
+    # Without executables there is nothing to evaluate with: eval.py has no model.
+    Restart("evaluate, no model code", EVALUATE, "predict", "LOADED", without=False),
 ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What a finished process printed, and the seconds from its start to its first result."""
+class Run(NamedTuple):
+    """What a process printed, how it ended, and the seconds from its start to its first result."""
 
     output: str
-    first_result_secs: float
     exit_code: int
+    secs: float
 
     def find(self, pattern: str) -> str:
         """Returns the group of `pattern` where the output has it last."""
         found = re.findall(pattern, self.output)
         if not found:
-            sys.exit(f"demo: no {pattern!r} in the output of a run:\n\n{self.output}")
+            sys.exit(f"demo: {pattern!r} is not in the output of a run:\n\n{self.output}")
         return found[-1]
 
 
-def run(script: str, checkpoints: Path, *options: str, aot: bool = True) -> Run:
-    command = [sys.executable, "-u", EXAMPLES / script, f"--checkpoints={checkpoints}", *options]
+def run(command: list[str], checkpoints: Path, *, aot: bool = True, exit_code: int = 0) -> Run:
+    """Runs one of the examples in a new process, which must end with `exit_code`."""
+    script, *options = command
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
-    if not aot:
-        environment["ORBAX_AOT"] = "off"
-    start, first_result_secs, lines = time.perf_counter(), float("nan"), []
+    # Neither the caller's devices nor what an earlier demo left in JAX's own cache may count here.
+    for name in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"):
+        environment.pop(name, None)
+    environment["ORBAX_AOT"] = "on" if aot else "off"
+    secs, lines = float("nan"), []
+    start = time.perf_counter()
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-u", EXAMPLES / script, f"--checkpoints={checkpoints}", *options],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
-            if FIRST_RESULT[script] in line and first_result_secs != first_result_secs:
-                first_result_secs = time.perf_counter() - start
-    return Run("".join(lines), first_result_secs, process.returncode)
-
-
-def require_success(run: Run) -> Run:
-    if run.exit_code != 0:
-        sys.exit(f"demo: a run ended with exit code {run.exit_code}:\n\n{run.output}")
-    return run
+            if "first step done" in line or (script == "eval.py" and "test accuracy" in line):
+                secs = time.perf_counter() - start
+    finished = Run("".join(lines), process.returncode, secs)
+    if finished.exit_code != exit_code:
+        sys.exit(f"demo: {script} ended with {finished.exit_code}:\n\n{finished.output}")
+    return finished
 
 
 def main() -> None:
     console = Console()
-    table = Table("restart", "verdict", "reason", "s", "s without", "accuracy")
+    table = Table("restart", "verdict", "reason", "with", "without", "accuracy")
     surprises = []
     with tempfile.TemporaryDirectory(prefix="orbax-aot-demo-") as folder:
         saved = Path(folder, "saved")
-        console.print("Training on a 2x2 mesh of devices 0-3, killed in the third epoch ...")
-        killed = run("train.py", saved, *SAVED_ON, "--kill-at-step=60")
-        if killed.exit_code != -signal.SIGKILL:
-            sys.exit(f"demo: the training ended before it was killed:\n\n{killed.output}")
-        console.print(f"first step after {killed.first_result_secs:.1f} s; killed at step 60")
+        console.print("Training on a 2x2 mesh of devices 0-3, to be killed ...")
+        command = [*TRAIN, "--mesh=data=2,model=2", f"--kill-at-step={KILL_AT_STEP}"]
+        killed = run(command, saved, exit_code=-signal.SIGKILL)
+        console.print(f"First step after {killed.secs:.1f} s; killed at step {KILL_AT_STEP}.")
 
         for i, restart in enumerate(RESTARTS):
             console.print(f"Restarting: {restart.title} ...")
-            runs = []
-            for aot in (True, False):
-                if restart.script == "eval.py" and not aot:
-                    continue  # without the package there is no program to evaluate with
-                copy = shutil.copytree(saved, Path(folder, f"restart-{i}-{aot}"))
-                epochs = ["--epochs=3"] if restart.script == "train.py" else []
-                finished = run(restart.script, copy, *restart.options, *epochs, aot=aot)
-                runs.append(require_success(finished))
-            with_aot = runs[0]
+            copy = shutil.copytree(saved, Path(folder, f"with-{i}"))
+            with_aot = run(restart.command, copy)
             verdict = with_aot.find(rf"{restart.function}\W+([A-Z]+)")
             reason = with_aot.find(rf"{restart.function}\W+[A-Z]+\W+([A-Z]+_[A-Z_]+|)")
-            accuracy = with_aot.find(r"test accuracy ([\d.]+)")
-            table.add_row(
-                restart.title,
-                verdict,
-                reason or "-",
-                f"{with_aot.first_result_secs:.1f}",
-                f"{runs[1].first_result_secs:.1f}" if runs[1:] else "not possible",
-                accuracy,
-            )
+            without = "-"
+            if restart.without:
+                copy = shutil.copytree(saved, Path(folder, f"without-{i}"))
+                plain = run(restart.command, copy, aot=False)
+                without = f"{plain.secs:.1f} s"
+                if plain.find(r"(loss .*)") != with_aot.find(r"(loss .*)"):
+                    surprises.append(f"{restart.title}: the losses with and without differ")
             if verdict != restart.expected:
                 surprises.append(f"{restart.title}: {verdict}, not {restart.expected}")
-            if runs[1:] and runs[1].find(r"(loss .*)") != with_aot.find(r"(loss .*)"):
-                surprises.append(f"{restart.title}: the losses with and without differ")
+            accuracy = with_aot.find(r"test accuracy ([\d.]+)")
+            secs = f"{with_aot.secs:.1f} s"
+            table.add_row(restart.title, verdict, reason or "-", secs, without, accuracy)
 
     console.print(table)
-    console.print("s: seconds from the start of the process to its first result.")
+    console.print("with, without: from the start of the process to its first step or result.")
     if surprises:
         sys.exit("demo: not as expected:\n" + "\n".join(surprises))
-    console.print("Each restart went on to the same loss, bit for bit, with and without.")
+    console.print("Each restarted training reached the same loss with and without, bit for bit.")
 
 
 if __name__ == "__main__":
