@@ -80,10 +80,11 @@ def run(command: list[str], checkpoints: Path, *, aot: bool = True, exit_code: i
     """Runs one of the examples in a new process, which must end with `exit_code`."""
     script, *options = command
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
-    # Neither the caller's devices nor what an earlier demo left in JAX's own cache may count here.
-    for name in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"):
+    # Neither the caller's settings nor what JAX's own cache holds may change what is measured.
+    for name in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "ORBAX_AOT"):
         environment.pop(name, None)
-    environment["ORBAX_AOT"] = "on" if aot else "off"
+    if not aot:
+        environment["ORBAX_AOT"] = "off"
     secs, lines = float("nan"), []
     start = time.perf_counter()
     with subprocess.Popen(
