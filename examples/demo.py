@@ -120,8 +120,8 @@ def main() -> None:
             console.print(f"Restarting: {restart.title} ...")
             copy = shutil.copytree(saved, Path(folder, f"with-{i}"))
             with_aot = run(restart.command, copy)
-            verdict = with_aot.find(rf"{restart.function}\W+([A-Z]+)")
-            reason = with_aot.find(rf"{restart.function}\W+[A-Z]+\W+([A-Z]+_[A-Z_]+|)")
+            verdict = with_aot.find(rf"{restart.function} +([A-Z]+)")
+            reason = with_aot.find(rf"{restart.function} +[A-Z]+[ \d.]+([A-Z_]{{3,}}|)")
             without = "-"
             if restart.without:
                 copy = shutil.copytree(saved, Path(folder, f"without-{i}"))
