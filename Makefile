@@ -1,0 +1,45 @@
+# Everything below needs only make and Python 3.11 or later; it installs what it uses into $(VENV).
+PYTHON ?= python3
+VENV   ?= .venv
+TESTS  ?= tests
+PYTEST_ARGS ?= -n 2 --dist loadgroup
+
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format types clean
+
+help:  ## Show this list.
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# The stamps make a second `make` skip the installation until the dependencies change.
+$(VENV)/.installed-test: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or later is needed; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+install: $(VENV)/.installed-dev  ## Create the environment with everything for development.
+
+demo: $(VENV)/.installed-test  ## Train, kill, restart on the same and on other devices; print what it cost.
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.installed-test  ## Run the tests; TESTS=path or PYTEST_ARGS=... choose which and how.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
+
+lint: $(VENV)/.installed-dev  ## Check style, formatting and types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.installed-dev  ## Rewrite the code in the project's format.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove environments, caches and what the demo wrote.
+	rm -rf .venv .venv-* $(VENV) out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
