@@ -276,6 +276,14 @@ class Tables:
     def add_layout(self, layout: Layout) -> int:
         return self._index(self.layouts, layout)
 
+    def body(self) -> Body:
+        """Returns a body that holds these tables and nothing else."""
+        return Body(
+            meshes=tuple(self.meshes),
+            shardings=tuple(self.shardings),
+            layouts=tuple(self.layouts),
+        )
+
     def adopt_signature(self, signature: Signature, body: Body) -> Signature:
         """Returns `signature` of another manifest `body` with its table indices moved into these tables."""
 
