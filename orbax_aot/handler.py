@@ -342,22 +342,23 @@ class _Restoring:
 
     def start(self) -> None:
         """Reads the manifest, decides, and starts to load."""
-        args = self._args
-        problem = None
-        if not is_off():
-            problem = self._read_manifest()
         try:
-            self._live = {name: functions_lib.as_aot_function(fn) for name, fn in args.live.items()}
+            self._live = {
+                name: functions_lib.as_aot_function(fn) for name, fn in self._args.live.items()
+            }
+            problem = None if is_off() else self._read_manifest()
             plans = self._decide(problem)
+            self._restored = {name: self._prepare(name, plan) for name, plan in plans.items()}
         except Exception as e:
             logging.exception("%s: functions are not restored; the state is.", self._store.folder)
             reason = Reason(ReasonCode.LOAD_FAILED, f"{type(e).__name__}: {e}"[:300])
-            names = args.names or tuple(self._saved_names())
-            plans = {
-                name: plan_lib.FunctionPlan((), (reason,), name in self._live) for name in names
+            names = self._args.names or tuple(self._saved_names())
+            self._restored = {
+                name: self._prepare(
+                    name, plan_lib.FunctionPlan((), (reason,), name in self._args.live)
+                )
+                for name in names
             }
-        for name, plan in plans.items():
-            self._restored[name] = self._prepare(name, plan)
         for function in self._restored.values():
             function.start()
 
@@ -489,14 +490,27 @@ class _Restoring:
     def _placements(self) -> state_lib.Placements:
         args = self._args
         programs = tuple(
-            (signature.variant, signature.devices)
+            program
             for restored in self._restored.values()
             for signature in restored.signatures
-            if signature.devices and signature.variant is not None
+            if (program := self._program(signature)) is not None
         )
         return state_lib.Placements(
             mesh=args.mesh, devices=args.devices, programs=programs, fallback=self._devices
         )
+
+    def _program(self, restored: restored_lib.RestoredSignature) -> state_lib.Program | None:
+        """Returns how a signature will run here, as far as it is decided; None where nothing saved runs."""
+        variant, signature = restored.variant, restored.signature
+        if variant is not None and restored.devices:
+            return state_lib.Program(signature, variant, devices=restored.devices)
+        if restored.verdict is not Verdict.REBUILT or restored.place.mesh is None:
+            return None
+        assert self._manifest is not None
+        main = plan_lib.find_main_variant(signature, self._manifest.body)
+        if main is None:
+            return None
+        return state_lib.Program(signature, main, mesh=restored.place.mesh)
 
     def give_weak_types(self, state: Any) -> Any:
         """Returns the state with the weak types it was saved with, where it comes back strong."""
