@@ -29,11 +29,19 @@ from orbax_aot.errors import UnsupportedFunctionError
 _MANY_SIGNATURES = 64
 
 
-def jit(fun: Callable[..., Any] | None = None, /, **jit_kwargs: Any) -> Any:
+def jit(
+    fun: Callable[..., Any] | None = None,
+    /,
+    *,
+    platforms: Sequence[str] | None = None,
+    **jit_kwargs: Any,
+) -> Any:
     """Like `jax.jit`, but keeps what it compiles, so that a checkpoint can carry it.
 
     Args:
       fun: what `jax.jit` takes, or a jitted function. Left out, a decorator is returned.
+      platforms: store StableHLO for these platforms, as `jax.export` names them, whatever `AotSave(portable=...)`
+        says; it is lowered for them right when the function is compiled, under the caller's contexts.
       **jit_kwargs: the keyword arguments of `jax.jit`, with its meaning.
 
     Returns:
@@ -43,8 +51,8 @@ def jit(fun: Callable[..., Any] | None = None, /, **jit_kwargs: Any) -> Any:
       UnsupportedFunctionError: `fun` is no function, or one that is compiled already.
     """
     if fun is None:
-        return functools.partial(jit, **jit_kwargs)
-    return AotFunction(fun, **jit_kwargs)
+        return functools.partial(jit, platforms=platforms, **jit_kwargs)
+    return AotFunction(fun, platforms=platforms, **jit_kwargs)
 
 
 def compile(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable:
@@ -173,6 +181,7 @@ class Executable:
         self._from_persistent_cache = from_persistent_cache
         self._artifact = artifact
         self._complete = complete
+        self._exported: tuple[bytes | None, m.Absent | None] | None = None
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -236,6 +245,7 @@ class Executable:
                 self._artifact = self._complete(self._artifact)
                 self._complete = None
             signature = self._artifact.signature
+            portable = portable or self._exported is not None
             if portable and signature.portable is None and signature.portable_absent is None:
                 self._artifact = self._add_portable(self._artifact, portable)
                 self._lowering = (
@@ -272,10 +282,12 @@ class Executable:
             _bare_artifacts[self.compiled] = artifact
         return artifact
 
-    def _add_portable(
-        self, artifact: artifact_lib.Artifact, portable: bool | Sequence[str]
-    ) -> artifact_lib.Artifact:
-        """Exports from the trace that compiling made, under the context it was made in."""
+    def export(self, platforms: Sequence[str] | None = None) -> None:
+        """Lowers for other platforms now, to be stored with the executable; see `jit(platforms=...)`."""
+        self._exported = self._export(platforms)
+
+    def _export(self, platforms: Sequence[str] | None) -> tuple[bytes | None, m.Absent | None]:
+        """Exports from the trace that compiling made, under the context it was made in; says why where it cannot."""
         from orbax_aot import portable as portable_lib
 
         lowering = self._lowering
@@ -283,21 +295,30 @@ class Executable:
             detail = (
                 "a jax.stages.Compiled holds no StableHLO; save an AotFunction or an Executable"
             )
-            return artifact.with_portable(None, m.Absent(code="NOT_SERIALIZABLE", detail=detail))
-        platforms = None if portable is True else tuple(portable)
+            return None, m.Absent(code="NOT_SERIALIZABLE", detail=detail)
         try:
             with context_lib.entered(lowering.context):
-                data = portable_lib.export_program(
+                return portable_lib.export_program(
                     lowering.traced, lowered=lowering.lowered, platforms=platforms
-                )
-            program = portable_lib.PortableProgram.parse(data)
+                ), None
         except portable_lib.PortableError as e:
-            absent = m.Absent(code=e.obstacle.code, detail=e.obstacle.detail)
-            return artifact.with_portable(None, absent)
+            return None, m.Absent(code=e.obstacle.code, detail=e.obstacle.detail)
         except Exception as e:
-            absent = m.Absent(code="NOT_SERIALIZABLE", detail=f"{type(e).__name__}: {e}"[:300])
+            detail = f"{type(e).__name__}: {e}"[:300]
+            return None, m.Absent(code="NOT_SERIALIZABLE", detail=detail)
+
+    def _add_portable(
+        self, artifact: artifact_lib.Artifact, portable: bool | Sequence[str]
+    ) -> artifact_lib.Artifact:
+        from orbax_aot import portable as portable_lib
+
+        platforms = None if portable is True else tuple(portable)
+        data, absent = self._exported or self._export(platforms)
+        self._exported = None
+        if data is None:
             return artifact.with_portable(None, absent)
-        return artifact.with_portable(data, platforms=program.platforms)
+        platforms = portable_lib.PortableProgram.parse(data).platforms
+        return artifact.with_portable(data, platforms=platforms)
 
 
 def _program_digest(lowered: jax.stages.Lowered) -> str:
@@ -449,10 +470,11 @@ class AotFunction(DirectCall):
     ask for it, calls fall through to jit. Safe to call from several threads.
     """
 
-    def __init__(self, fun: Any, **jit_kwargs: Any):
+    def __init__(self, fun: Any, *, platforms: Sequence[str] | None = None, **jit_kwargs: Any):
         if isinstance(fun, AotFunction):
             if not jit_kwargs:
                 jit_kwargs = fun._jit_kwargs
+            platforms = platforms or fun._platforms
             fun = fun._given
         if isinstance(fun, jax.stages.Compiled | jax.stages.Lowered | Executable):
             raise UnsupportedFunctionError("Cannot lower a compiled jit function.")
@@ -462,6 +484,7 @@ class AotFunction(DirectCall):
                 "Expected a function, a jitted function or an AotFunction."
             )
         self._given = fun
+        self._platforms = None if platforms is None else tuple(platforms)
         self._jit_kwargs = jit_kwargs
         self._tracing = threading.local()
         if dispatch.is_jitted(fun):
@@ -685,7 +708,7 @@ class AotFunction(DirectCall):
         start = time.perf_counter()
         compiled = lowering.lowered.compile()
         secs = time.perf_counter() - start
-        self._executables[call.key] = Executable(
+        executable = self._executables[call.key] = Executable(
             compiled,
             name=self._name,
             origin=Origin("compiled", lowering.secs + secs),
@@ -696,6 +719,8 @@ class AotFunction(DirectCall):
             environment=environment,
             from_persistent_cache=_cache_hits.count() > hits,
         )
+        if self._platforms is not None:
+            executable.export(self._platforms)
         return Entry(compiled, trees.Result(compiled.out_tree, None))
 
 

@@ -33,6 +33,9 @@ _loaders = concurrent.futures.ThreadPoolExecutor(
 )
 
 
+_SHOWN = 5  # differences that a message lists
+
+
 @dataclasses.dataclass
 class Match:
     """How a call fits a saved signature: `why` is empty where it does, `weakly` where only weak types differ."""
@@ -220,23 +223,28 @@ class RestoredSignature:
         except SignatureError as e:
             return Match(str(e))
         weakly = False
+        differences = []
         for i, leaf in enumerate(signature.inputs):
-            at = i if order is None else order[i]
-            aval = call.avals[at]
-            if leaf.kind == "token":
-                continue
-            inner = getattr(aval, "inner_aval", aval)
-            found = (tuple(inner.shape), _dtype_name(inner.dtype))
-            if found != (leaf.shape, leaf.dtype):
-                return Match(
-                    f"{leaf.path}: saved {leaf.dtype}{list(leaf.shape)}, now {found[1]}{list(found[0])}"
-                )
-            if (types := self._explicit_types(leaf, inner)) is not None:
-                return Match(f"{leaf.path}: saved {types[0]}, now {types[1]}")
-            weakly |= leaf.weak_type != bool(inner.weak_type)
-        if self.is_usable and (why := self._find_misplaced(call, order)) is not None:
-            return Match(why)
+            aval = call.avals[i if order is None else order[i]]
+            if leaf.kind != "token":
+                aval = getattr(aval, "inner_aval", aval)
+                differences += self._type_differences(leaf, aval)
+                weakly |= leaf.weak_type != bool(aval.weak_type)
+        if self.is_usable:
+            differences += self._find_misplaced(call, order)
+        if differences:
+            more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+            return Match("; ".join(differences[:_SHOWN]) + more)
         return Match(weakly=weakly)
+
+    def _type_differences(self, leaf: m.Leaf, aval: Any) -> list[str]:
+        found = (tuple(aval.shape), values.describe_dtype(aval.dtype))
+        if found != (leaf.shape, leaf.dtype):
+            saved, now = list(leaf.shape), list(found[0])
+            return [f"{leaf.path}: saved as {leaf.dtype}{saved}, now {found[1]}{now}"]
+        if (types := self._explicit_types(leaf, aval)) is not None:
+            return [f"{leaf.path}: saved as {types[0]}, now {types[1]}"]
+        return []
 
     def _explicit_types(self, leaf: m.Leaf, aval: Any) -> tuple[str, str] | None:
         """Returns the shardings in two types that differ in explicit mesh axes; None where they agree."""
@@ -256,11 +264,12 @@ class RestoredSignature:
             now = f"{sharding.spec} over {axes}"
         return None if saved == now else (saved or "no explicit sharding", now or "none")
 
-    def _find_misplaced(self, call: functions_lib.Call, order: Sequence[int] | None) -> str | None:
-        """Returns which argument lies elsewhere than the executable expects it; None where none does."""
+    def _find_misplaced(self, call: functions_lib.Call, order: Sequence[int] | None) -> list[str]:
+        """Returns which arguments lie elsewhere than the executable expects them."""
         if self.decision.movable:
             asked = {d for p in call.placements if p is not None for d in p.device_set}
-            return None if len(asked) < 2 else f"runs on one device, got arrays on {len(asked)}"
+            return [] if len(asked) < 2 else [f"runs on one device, got arrays on {len(asked)}"]
+        misplaced = []
         for i, expected in enumerate(self._expected_shardings()):
             if not hasattr(expected, "is_equivalent_to"):
                 continue
@@ -268,11 +277,13 @@ class RestoredSignature:
             placement = call.placements[i if order is None else order[i]]
             if placement is not None:
                 if not _equivalent(placement, expected, len(leaf.shape)):
-                    return f"{leaf.path}: expects {expected}, got {placement}"
+                    misplaced.append(
+                        f"{leaf.path}: expected on {_show(expected)}, got on {_show(placement)}"
+                    )
             elif self.owner.live and leaf.sharding is not None and not expected.is_fully_replicated:
                 # jit would compile another program, in which XLA chooses where this argument lies.
-                return f"{leaf.path}: expects {expected}, got an array on no device"
-        return None
+                misplaced.append(f"{leaf.path}: expected on {_show(expected)}, got on no device")
+        return misplaced
 
     def _expected_shardings(self) -> list[Any]:
         """Returns where each input is expected, flat; None where it is unused or open."""
@@ -381,8 +392,13 @@ class RebuildPlace:
     reason: Reason | None = None
 
 
-def _dtype_name(dtype: Any) -> str:
-    return values.describe_dtype(dtype)
+def _show(sharding: Any) -> str:
+    """Returns a sharding as people compare two: spec, axes, devices."""
+    devices = ",".join(str(d.id) for d in sharding._device_assignment)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        axes = "x".join(f"{n}={s}" for n, s in sharding.mesh.shape.items())
+        return f"{sharding.spec} over {axes} (devices {devices})"
+    return f"{type(sharding).__name__} (devices {devices})"
 
 
 def _equivalent(placement: Any, expected: Any, ndim: int) -> bool:
@@ -720,7 +736,7 @@ class SavedFunction(functions_lib.DirectCall):
                 return entry
         if not problems:
             return self._miss_again()
-        listed = "\n  ".join(problems[:3])
+        listed = "\n  ".join(dict.fromkeys(problems[:_SHOWN]))
         raise SignatureError(
             f"{self._restored.name}: the arguments match none of {len(usable)} saved signatures:\n  {listed}"
         )
