@@ -1,0 +1,80 @@
+"""The private parts of JAX and Flax that a fingerprint has to look at.
+
+A hook that a JAX version does not offer raises `HookMissingError`; the fingerprint then says that it
+cannot decide, instead of judging on half of the facts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class HookMissingError(Exception):
+    """This JAX or Flax version does not offer what a fingerprint needs."""
+
+
+_SOURCE_FIELDS = frozenset({"fun_sourceinfo", "fun_signature"})
+
+
+def is_jitted(value: object) -> bool:
+    """Whether `value` is what `jax.jit` returns. Seen on JAX 0.10.2, 0.11.2 and 0.12.0.1."""
+    return type(value).__name__ == "PjitFunction" and type(value).__module__.startswith("jax")
+
+
+def jit_options(jitted: Any) -> list[tuple[str, Any]]:
+    """The options a function was jitted with, without what says where its source is.
+
+    Seen on JAX 0.10.2, 0.11.2 and 0.12.0.1 (`_jit_info`, a named tuple).
+    """
+    info = getattr(jitted, "_jit_info", None)
+    fields = getattr(info, "_fields", None)
+    if not fields:
+        raise HookMissingError("a jitted function has no _jit_info fields")
+    return [(name, getattr(info, name)) for name in fields if name not in _SOURCE_FIELDS]
+
+
+def pytree_functions(cls: type) -> tuple[Callable[..., Any], ...] | None:
+    """How `cls` is flattened and built again, or None where it is no registered pytree node.
+
+    Seen on JAX 0.10.2, 0.11.2 and 0.12.0.1 (`tree_util._registry`).
+    """
+    from jax._src import tree_util
+
+    registry = getattr(tree_util, "_registry", None)
+    if not isinstance(registry, dict):
+        raise HookMissingError("jax has no Python pytree registry")
+    entry = registry.get(cls)
+    if entry is None:
+        return None
+    functions = (getattr(entry, "to_iter", None), getattr(entry, "from_iter", None))
+    if not all(callable(function) for function in functions):
+        raise HookMissingError("a pytree registration has no to_iter and from_iter")
+    return functions  # type: ignore[return-value]
+
+
+def flax_state() -> Iterator[tuple[str, Any]]:
+    """Flax's own settings that change what a model traces to, of this thread, where Flax is loaded.
+
+    Seen on flax 0.12.8 and 0.12.12: the configuration, logical axis rules, method interceptors.
+    """
+    if "flax" not in sys.modules:
+        return
+    config = sys.modules.get("flax.configurations")
+    values = getattr(getattr(config, "config", None), "_values", None)
+    if not isinstance(values, dict):
+        raise HookMissingError("flax's configuration has no _values")
+    yield "config", dict(sorted(values.items()))
+    spmd = sys.modules.get("flax.core.spmd")
+    if spmd is not None:
+        rules = getattr(spmd, "_axis_rules", None)
+        if not hasattr(rules, "rules"):
+            raise HookMissingError("flax has no _axis_rules")
+        yield "axis_rules", rules.rules  # pyright: ignore[reportOptionalMemberAccess]
+    linen = sys.modules.get("flax.linen.module")
+    if linen is not None:
+        stack = getattr(linen, "_global_interceptor_stack", None)
+        if stack is None:
+            raise HookMissingError("flax has no _global_interceptor_stack")
+        yield "interceptors", list(stack)

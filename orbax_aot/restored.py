@@ -1,0 +1,685 @@
+"""Functions that came out of a checkpoint: loading them, and finding the one that a call asks for."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import logging
+
+from orbax_aot import artifact as artifact_lib
+from orbax_aot import functions as functions_lib
+from orbax_aot import manifest as m
+from orbax_aot import plan as plan_lib
+from orbax_aot import trees
+from orbax_aot._jax import dispatch, values
+from orbax_aot.errors import (
+    CorruptArtifactError,
+    IncompatibleExecutableError,
+    SignatureError,
+)
+from orbax_aot.executable import LoadedProgram
+from orbax_aot.report import ALARMING, FunctionReport, Reason, ReasonCode, RestoreReport, Verdict
+
+_loaders = concurrent.futures.ThreadPoolExecutor(
+    max_workers=max(2, min(8, os.cpu_count() or 2)), thread_name_prefix="orbax_aot_load"
+)
+
+
+@dataclasses.dataclass
+class Match:
+    """How a call fits a saved signature: `why` is empty where it does, `weakly` where only weak types differ."""
+
+    why: str = ""
+    weakly: bool = False
+
+
+class RestoredSignature:
+    """One saved signature of a function, being loaded or loaded, and what became of it so far."""
+
+    def __init__(
+        self,
+        owner: RestoredFunction,
+        index: int,
+        signature: m.Signature,
+        body: m.Body,
+        decision: plan_lib.Decision,
+        devices: tuple[Any, ...],
+        read: Callable[[], artifact_lib.Artifact],
+    ):
+        """`devices` are those of the decision's assignment, in order; `read` reads the stored bytes."""
+        self.owner = owner
+        self.signature = signature
+        self.body = body
+        self.decision = decision
+        self.devices = devices
+        self.verdict = decision.verdict
+        self.reasons = decision.reasons
+        self.checked_by = ""
+        self.secs = 0.0
+        self.nbytes = 0
+        self.artifact: artifact_lib.Artifact | None = None
+        self.executable: functions_lib.Executable | None = None
+        self._where = f"{owner.name}/{index}"
+        self._read = read
+        self._lock = threading.RLock()
+        self._decoder = values.Decoder(body, devices) if devices else None
+        self._programs: dict[tuple[Any, ...], LoadedProgram] = {}
+        self._loading: concurrent.futures.Future[None] | None = None
+
+    @property
+    def variant(self) -> m.Variant | None:
+        index = self.decision.variant
+        return None if index is None else self.signature.variants[index]
+
+    @property
+    def needs_lowering(self) -> bool:
+        """Whether the program has callbacks or effects, which only the lowered live function can give."""
+        variant = self.variant
+        return variant is not None and (variant.callbacks > 0 or variant.effects)
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts to load in the background, where there is something to load."""
+        if self.variant is not None:
+            self._loading = _loaders.submit(self._load_first)
+
+    def _load_first(self) -> None:
+        try:
+            start = time.perf_counter()
+            self.artifact = self._read()
+            serialized = self.artifact.unpack(self._where)
+            self.nbytes = len(serialized.payload)
+            if not self.needs_lowering:
+                self._programs[self.devices] = LoadedProgram.load(serialized, self.devices)
+            self.secs = time.perf_counter() - start
+            jax.monitoring.record_event_duration_secs(
+                "/jax/orbax_aot/restore/load_secs", self.secs, function=self.owner.name
+            )
+            if self.verdict is not Verdict.PENDING:
+                self.owner.announce(self.verdict, (), self.secs)
+        except Exception as e:
+            code = (
+                ReasonCode.CORRUPT
+                if isinstance(e, CorruptArtifactError)
+                else ReasonCode.LOAD_FAILED
+            )
+            self.give_up(Reason(code, _one_line(e)))
+
+    def wait(self) -> None:
+        """Waits for the background load, if there is one."""
+        if self._loading is not None:
+            self._loading.result()
+
+    def give_up(self, *reasons: Reason) -> None:
+        """Notes that the saved executable will not be used."""
+        with self._lock:
+            self.decision = dataclasses.replace(self.decision, variant=None, assignment=None)
+            self.reasons = (*self.reasons, *reasons)
+            self.verdict = Verdict.RECOMPILED if self.owner.live else Verdict.REFUSED
+            self._programs.clear()
+
+    def program_on(
+        self, devices: tuple[Any, ...], lowered: jax.stages.Lowered | None = None
+    ) -> LoadedProgram | None:
+        """Returns the loaded program on `devices`, loading it there if need be; None where that failed."""
+        self.wait()
+        with self._lock:
+            if self.variant is None or self.artifact is None:
+                return None
+            if lowered is None and devices in self._programs:
+                return self._programs[devices]
+            try:
+                serialized = self.artifact.unpack(self._where)
+                program = LoadedProgram.load(serialized, devices, lowered)
+            except Exception as e:
+                self.give_up(Reason(ReasonCode.LOAD_FAILED, _one_line(e)))
+                return None
+            self._programs[devices] = program
+            return program
+
+    # -- finding -------------------------------------------------------------------------------------------------
+
+    def match(self, call: functions_lib.Call) -> Match:
+        """Compares a call with this signature: paths, types, placements, static arguments, context."""
+        signature = self.signature
+        if not _same_static(signature.static, call.static):
+            return Match(f"static arguments {signature.static}, now {call.static}")
+        try:
+            order = trees.find_order([leaf.path for leaf in signature.inputs], call.paths)
+        except SignatureError as e:
+            return Match(str(e))
+        weakly = False
+        for i, leaf in enumerate(signature.inputs):
+            at = i if order is None else order[i]
+            aval = call.avals[at]
+            if leaf.kind == "token":
+                continue
+            inner = getattr(aval, "inner_aval", aval)
+            found = (tuple(inner.shape), _dtype_name(inner.dtype))
+            if found != (leaf.shape, leaf.dtype):
+                return Match(
+                    f"{leaf.path}: saved {leaf.dtype}{list(leaf.shape)}, now {found[1]}{list(found[0])}"
+                )
+            if (types := self._explicit_types(leaf, inner)) is not None:
+                return Match(f"{leaf.path}: saved {types[0]}, now {types[1]}")
+            weakly |= leaf.weak_type != bool(inner.weak_type)
+        if self._decoder is not None:
+            if (why := self._find_misplaced(call, order)) is not None:
+                return Match(why)
+        return Match(weakly=weakly)
+
+    def _explicit_types(self, leaf: m.Leaf, aval: Any) -> tuple[str, str] | None:
+        """Returns the shardings in two types that differ in explicit mesh axes; None where they agree."""
+        saved = now = ""
+        if leaf.type is not None:
+            sharding = self.body.shardings[leaf.type]
+            mesh = None if sharding.mesh is None else self.body.meshes[sharding.mesh]
+            if mesh is not None and "Explicit" in mesh.types:
+                axes = "x".join(f"{n}={s}" for n, s in mesh.axes)
+                saved = f"{values.make_spec(sharding)} over {axes}"
+        sharding = getattr(aval, "sharding", None)
+        if sharding is not None and any(t.name == "Explicit" for t in sharding.mesh.axis_types):
+            axes = "x".join(
+                f"{n}={s}"
+                for n, s in zip(sharding.mesh.axis_names, sharding.mesh.axis_sizes, strict=True)
+            )
+            now = f"{sharding.spec} over {axes}"
+        return None if saved == now else (saved or "no explicit sharding", now or "none")
+
+    def _find_misplaced(self, call: functions_lib.Call, order: Sequence[int] | None) -> str | None:
+        """Returns which argument lies elsewhere than the executable expects it; None where none does."""
+        variant = self.variant
+        assert variant is not None and self._decoder is not None
+        if self.decision.movable:
+            asked = {d for p in call.placements if p is not None for d in p.device_set}
+            return None if len(asked) < 2 else f"runs on one device, got arrays on {len(asked)}"
+        n_constants = len(variant.constants)
+        for k, index in enumerate(variant.kept):
+            i = index - n_constants
+            if i < 0:
+                continue
+            leaf = self.signature.inputs[i]
+            at = i if order is None else order[i]
+            placement = call.placements[at]
+            expected = self._decoder.sharding(variant.in_shardings[k])
+            if not hasattr(expected, "is_equivalent_to"):
+                continue
+            ndim = len(leaf.shape)
+            if placement is not None:
+                if not _equivalent(placement, expected, ndim):
+                    return f"{leaf.path}: expects {expected}, got {placement}"
+            elif self.owner.live and leaf.sharding is not None and not expected.is_fully_replicated:
+                # jit would compile another program, in which XLA chooses where this argument lies.
+                return f"{leaf.path}: expects {expected}, got an array on no device"
+        return None
+
+    def has_context(self, call: functions_lib.Call) -> Reason | None:
+        """Returns how the thread's trace context differs from that at the time of compiling; None where equal."""
+        there, now = self.signature.context, call.context
+        if there is None or there == now:
+            return None
+        names = sorted(n for n in {*there, *now} if there.get(n) != now.get(n))
+        show = lambda d: ", ".join(f"{n}={d.get(n, 'unset')}" for n in names)
+        return Reason(ReasonCode.JAX_CONFIG, show(there), show(now))
+
+    def make_entry(
+        self,
+        call: functions_lib.Call,
+        *,
+        exact: bool,
+        lowered: jax.stages.Lowered | None = None,
+    ) -> functions_lib.Entry | None:
+        """Returns what runs the saved executable for a call; None where it cannot be loaded.
+
+        The result's tree comes from `lowered` where that is given, else from the manifest; with `exact`, a tree that
+        cannot be told from there raises `trees.UnknownNode`.
+        """
+        signature = self.signature
+        devices = (call.device,) if self.decision.movable else self.devices
+        saved_paths = [leaf.path for leaf in signature.inputs]
+        if lowered is not None:
+            order = trees.find_order(saved_paths, call.paths)
+            result = trees.Result(lowered.out_tree, None)
+        else:
+            binding = trees.bind(
+                call.in_tree,
+                call.paths,
+                saved_paths,
+                signature.output_tree,
+                len(signature.outputs),
+                exact=exact,
+            )
+            order, result = binding.order, binding.result
+        program = self.program_on(devices, lowered if self.needs_lowering else None)
+        if program is None:
+            return None
+        variant = program.saved.variant
+        committed = variant.committed or call.is_committed
+        self._note_use(program)
+        return functions_lib.Entry(program.flat(committed=committed), result, order)
+
+    def _note_use(self, program: LoadedProgram) -> None:
+        variant = program.saved.variant
+        same = tuple(d.id for d in program.devices) == variant.topology.ids
+        self.verdict = Verdict.LOADED if same else Verdict.REMAPPED
+
+    def as_executable(self) -> functions_lib.Executable | None:
+        """Returns the loaded executable, with the original bytes for saving again; None where there is none."""
+        self.wait()
+        with self._lock:
+            if self.variant is None or self.artifact is None or not self._programs:
+                return None
+            if self.executable is None:
+                program = next(iter(self._programs.values()))
+                self.executable = functions_lib.Executable(
+                    program.flat(),
+                    name=self.owner.name,
+                    origin=functions_lib.Origin(self.verdict.value, self.secs, self.nbytes),
+                    artifact=self.artifact,
+                )
+            return self.executable
+
+
+def _dtype_name(dtype: Any) -> str:
+    return values.describe_dtype(dtype)
+
+
+def _equivalent(placement: Any, expected: Any, ndim: int) -> bool:
+    try:
+        return placement == expected or placement.is_equivalent_to(expected, ndim)
+    except Exception:
+        return False
+
+
+def _same_static(saved: Sequence[Any], here: Sequence[Any]) -> bool:
+    """Compares static arguments; what JSON could not hold is left to the fingerprint of the call."""
+    return [tuple(s) for s in saved] == [tuple(s) for s in here]
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+class RestoredFunction:
+    """All saved signatures of one function, with the plan for them, bound to a live function or to none."""
+
+    def __init__(self, name: str, plan: plan_lib.FunctionPlan, *, verify: str, on_mismatch: str):
+        self.name = name
+        self.plan = plan
+        self.live = plan.live
+        self.verify = verify
+        self.on_mismatch = on_mismatch
+        self.signatures: list[RestoredSignature] = []
+        self._function_verdict = plan.verdict if not plan.decisions else None
+        self._reasons: tuple[Reason, ...] = plan.reasons
+        self._secs = 0.0
+        self._said: set[tuple[Verdict, str]] = set()
+        self._lock = threading.RLock()
+
+    def start(self) -> None:
+        for signature in self.signatures:
+            signature.start()
+
+    def wait(self) -> None:
+        for signature in self.signatures:
+            signature.wait()
+
+    def executables(self) -> tuple[functions_lib.Executable, ...]:
+        """Returns what has been loaded and not been refuted."""
+        found = (s.as_executable() for s in self.signatures)
+        return tuple(e for e in found if e is not None)
+
+    def report(self) -> FunctionReport:
+        """Returns what became of the function; waits for loads under way."""
+        self.wait()
+        with self._lock:
+            verdicts = tuple(s.verdict for s in self.signatures)
+            considered = [*verdicts, *([self._function_verdict] if self._function_verdict else [])]
+            verdict = max(considered, key=lambda v: v.rank) if considered else self.plan.verdict
+            reasons = (*self._reasons, *(r for s in self.signatures for r in s.reasons))
+            return FunctionReport(
+                verdict,
+                tuple(dict.fromkeys(reasons)),
+                self._secs + sum(s.secs for s in self.signatures),
+                sum(s.nbytes for s in self.signatures),
+                verdicts,
+                ", ".join(dict.fromkeys(s.checked_by for s in self.signatures if s.checked_by)),
+            )
+
+    # -- live ----------------------------------------------------------------------------------------------------
+
+    def find_entry(
+        self, call: functions_lib.Call, function: functions_lib.AotFunction
+    ) -> functions_lib.Entry | None:
+        """Answers a call of the live function: the saved executable where it is the same program, else compiled.
+
+        Raises:
+          IncompatibleExecutableError: a saved executable may not be used, and `on_mismatch="raise"`.
+        """
+        if not self.signatures:
+            return self._compile(call, function, self._reasons)
+        nearest = ""
+        for weak_too in (False, True):
+            for signature in self.signatures:
+                match = signature.match(call)
+                if match.why:
+                    nearest = nearest or match.why
+                elif not match.weakly or weak_too:
+                    return self._use(signature, call, function, weakly=match.weakly)
+        reason = Reason(ReasonCode.SIGNATURE_CHANGED, nearest or "no such signature was saved")
+        with self._lock:
+            self._reasons = (*self._reasons, reason)
+        return self._compile(call, function, (reason,), unseen=True)
+
+    def _use(
+        self,
+        signature: RestoredSignature,
+        call: functions_lib.Call,
+        function: functions_lib.AotFunction,
+        *,
+        weakly: bool,
+    ) -> functions_lib.Entry | None:
+        signature.wait()
+        if signature.variant is None:
+            return self._compile(call, function, signature.reasons, signature)
+        if (reason := signature.has_context(call)) is not None:
+            signature.give_up(reason)
+            return self._compile(call, function, signature.reasons, signature)
+        doubt = self._find_doubt(signature, call, function, weakly=weakly)
+        if doubt is None:
+            try:
+                entry = signature.make_entry(call, exact=True)
+            except trees.UnknownNode as e:
+                doubt = Reason(ReasonCode.NOT_COMPARABLE, f"the result holds a {e}")
+            else:
+                if entry is None:
+                    return self._compile(call, function, signature.reasons, signature)
+                return self._adopt(
+                    signature,
+                    call,
+                    function,
+                    entry,
+                    "code" if self.verify == "code" else self.verify,
+                )
+        return self._compare_programs(signature, call, function, doubt)
+
+    def _find_doubt(
+        self,
+        signature: RestoredSignature,
+        call: functions_lib.Call,
+        function: functions_lib.AotFunction,
+        *,
+        weakly: bool,
+    ) -> Reason | None:
+        """Returns why the program must be traced and compared; None where the code is seen to be the same."""
+        if weakly:
+            return Reason(ReasonCode.SIGNATURE_CHANGED, "weak types differ")
+        if self.verify == "signature":
+            return (
+                None
+                if not signature.needs_lowering
+                else Reason(ReasonCode.NOT_COMPARABLE, "callbacks")
+            )
+        if self.verify == "program" or signature.needs_lowering:
+            return Reason(ReasonCode.NOT_COMPARABLE, "the program is compared")
+        saved, here = signature.signature.code, function.call_code(call)
+        if (reason := plan_lib.find_code_difference(saved, here)) is not None:
+            return reason
+        assert saved is not None
+        if saved.call != here.call:
+            return Reason(
+                ReasonCode.CODE_CHANGED,
+                f"arguments' static parts {saved.call[:8]}",
+                f"{here.call[:8]}",
+            )
+        return None
+
+    def _compare_programs(
+        self,
+        signature: RestoredSignature,
+        call: functions_lib.Call,
+        function: functions_lib.AotFunction,
+        doubt: Reason,
+    ) -> functions_lib.Entry | None:
+        """Traces and lowers here; runs the saved executable where the program is the same."""
+        from orbax_aot.program import program_digest
+
+        lowering = function.lower_call(call)
+        saved = signature.signature.program
+        here = program_digest(lowering.lowered)
+        same = saved == here or (self.verify == "signature" and signature.needs_lowering)
+        if not same:
+            reasons = [doubt] if doubt.code is ReasonCode.CODE_CHANGED else []
+            changed = Reason(
+                ReasonCode.PROGRAM_CHANGED, f"program {str(saved)[7:15]}", f"program {here[7:15]}"
+            )
+            signature.reasons = ()
+            signature.give_up(*reasons, changed)
+            return self._compile(call, function, signature.reasons, signature, lowering)
+        entry = signature.make_entry(call, exact=False, lowered=lowering.lowered)
+        if entry is None:
+            return self._compile(call, function, signature.reasons, signature, lowering)
+        signature.secs += lowering.secs
+        signature.reasons = () if self.verify == "program" else (doubt,)
+        return self._adopt(signature, call, function, entry, "program")
+
+    def _adopt(
+        self,
+        signature: RestoredSignature,
+        call: functions_lib.Call,
+        function: functions_lib.AotFunction,
+        entry: functions_lib.Entry,
+        checked_by: str,
+    ) -> functions_lib.Entry:
+        signature.checked_by = checked_by
+        executable = signature.as_executable()
+        if executable is not None:
+            function.adopt(call, executable)
+        if checked_by == "program":
+            self.announce(signature.verdict, signature.reasons, signature.secs)
+        return entry
+
+    def _compile(
+        self,
+        call: functions_lib.Call,
+        function: functions_lib.AotFunction,
+        reasons: tuple[Reason, ...],
+        signature: RestoredSignature | None = None,
+        lowering: functions_lib.Lowering | None = None,
+        unseen: bool = False,
+    ) -> functions_lib.Entry:
+        if self.on_mismatch == "raise" and not unseen:
+            raise IncompatibleExecutableError(
+                f"{self.name}: the saved executable is not used: {'; '.join(map(str, reasons))}. "
+                "Pass on_mismatch='recompile' to compile it anew."
+            )
+        start = time.perf_counter()
+        entry = function.compile_call(call, lowering)
+        secs = time.perf_counter() - start + (lowering.secs if lowering is not None else 0.0)
+        with self._lock:
+            if signature is not None:
+                signature.verdict = Verdict.RECOMPILED
+                signature.secs += secs
+            else:
+                self._secs += secs
+        self.announce(Verdict.RECOMPILED, reasons, secs)
+        return entry
+
+    def announce(self, verdict: Verdict, reasons: Sequence[Reason], secs: float) -> None:
+        """Records an event and writes the log line, at the level the reasons ask for.
+
+        One line for a function: its other signatures, where they fare the same, are left to the verbose log.
+        """
+        jax.monitoring.record_event(
+            f"/jax/orbax_aot/restore/{verdict.value}",
+            function=self.name,
+            reason=reasons[0].code.name if reasons else "",
+        )
+        why = f" ({'; '.join(map(str, reasons))})" if reasons else ""
+        with self._lock:
+            said_before = (verdict, why) in self._said
+            self._said.add((verdict, why))
+        level = logging.INFO
+        if said_before:
+            level = logging.DEBUG
+        elif verdict is Verdict.REFUSED or any(r.code in ALARMING for r in reasons):
+            level = logging.WARNING
+        logging.log(level, "%s: %s in %.2f s%s", self.name, verdict.value, secs, why)
+
+
+class SavedFunction(functions_lib.DirectCall):
+    """A function of a checkpoint, called without its source.
+
+    Takes arguments of any tree types with the key paths of a saved signature, and returns results in the types of
+    the matching arguments.
+    """
+
+    def __init__(self, restored: RestoredFunction):
+        self._restored = restored
+        self._entries: dict[Any, functions_lib.Entry] = {}
+        self._lock = threading.RLock()
+        self.__name__ = self.__qualname__ = restored.name
+        self.__call__ = dispatch.make_dispatcher(restored.name, None, self._miss)
+
+    def __repr__(self) -> str:
+        return f"SavedFunction({self._restored.name!r}, {self._restored.report().verdict})"
+
+    @property
+    def executables(self) -> tuple[functions_lib.Executable, ...]:
+        """What has been loaded."""
+        return self._restored.executables()
+
+    @property
+    def signatures(self) -> tuple[m.Signature, ...]:
+        """The saved signatures, as the manifest has them."""
+        return tuple(s.signature for s in self._restored.signatures)
+
+    def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+        restored = self._restored
+        restored.wait()
+        usable = [s for s in restored.signatures if s.variant is not None]
+        if not usable:
+            reasons = "; ".join(map(str, restored.report().reasons)) or "nothing was saved of it"
+            raise IncompatibleExecutableError(
+                f"{restored.name}: cannot be called here: {reasons}. "
+                "Pass the live function to AotRestore(fns={...}) to compile it."
+            )
+        args, kwargs = self._without_static(usable, args, kwargs)
+        if not values.trace_state_is_clean() or any(
+            map(values.is_tracer, jax.tree.leaves((args, kwargs)))
+        ):
+            raise TypeError(
+                f"{restored.name}: a compiled function cannot be transformed or called inside another jit; "
+                "pass the live function to AotRestore(fns={...})."
+            )
+        call = functions_lib.take_apart(args, kwargs)
+        entry = self._entries.get(call.key)
+        if entry is None:
+            with self._lock:
+                entry = self._entries[call.key] = self._find_entry(call, usable)
+        result, fast = entry.run(call.flat)
+        return result, fast, False
+
+    def _without_static(
+        self, usable: Sequence[RestoredSignature], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Leaves out the arguments that were static when the function was compiled, where the caller gives them."""
+        for signature in usable:
+            static = dict(signature.signature.static)
+            if not static:
+                continue
+            names = {k for k in static if not k.isdigit()}
+            positions = {int(k) for k in static if k.isdigit()}
+            if any(p >= len(args) for p in positions) or not names <= set(kwargs):
+                continue
+            given = {str(p): functions_lib.describe_static(args[p]) for p in positions}
+            given |= {k: functions_lib.describe_static(kwargs[k]) for k in names}
+            if given == static:
+                return (
+                    tuple(a for i, a in enumerate(args) if i not in positions),
+                    {k: v for k, v in kwargs.items() if k not in names},
+                )
+        return args, kwargs
+
+    def _find_entry(
+        self, call: functions_lib.Call, usable: Sequence[RestoredSignature]
+    ) -> functions_lib.Entry:
+        problems = []
+        for signature in usable:
+            without_static = dataclasses.replace(
+                call, static=tuple(map(tuple, signature.signature.static))
+            )
+            match = signature.match(without_static)
+            if match.why:
+                problems.append(match.why)
+                continue
+            entry = signature.make_entry(call, exact=False)
+            if entry is not None:
+                return entry
+        if not problems:
+            return self._miss_again()
+        listed = "\n  ".join(problems[:3])
+        raise SignatureError(
+            f"{self._restored.name}: the arguments match none of {len(usable)} saved signatures:\n  {listed}"
+        )
+
+    def _miss_again(self) -> functions_lib.Entry:
+        reasons = "; ".join(map(str, self._restored.report().reasons))
+        raise IncompatibleExecutableError(f"{self._restored.name}: cannot be loaded: {reasons}")
+
+
+class RestoredFunctions(Mapping[str, Any]):
+    """The functions of a restore by name: `fns["step"]` or `fns.step`."""
+
+    def __init__(
+        self,
+        functions: Mapping[str, Any],
+        restored: Mapping[str, RestoredFunction],
+        note: str = "",
+    ):
+        self._functions = dict(functions)
+        self._restored = dict(restored)
+        self.report = RestoreReport(
+            lambda: {name: r.report() for name, r in self._restored.items()}, note
+        )
+
+    def __getitem__(self, name: str) -> Any:
+        return self._functions[name]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._functions:
+            known = ", ".join(sorted(self._functions)) or "none"
+            raise AttributeError(f"no restored function {name!r}; there are: {known}")
+        return self._functions[name]
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._functions]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._functions)
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+    def __repr__(self) -> str:
+        return f"RestoredFunctions({sorted(self._functions)})"
+
+    def require_loaded(self) -> None:
+        """Raises `IncompatibleExecutableError` unless every function was loaded or remapped."""
+        bad = {
+            name: report
+            for name, report in self.report.items()
+            if report.verdict not in (Verdict.LOADED, Verdict.REMAPPED)
+        }
+        if bad:
+            lines = "\n  ".join(f"{name}: {report}" for name, report in sorted(bad.items()))
+            raise IncompatibleExecutableError(f"not all functions were loaded:\n  {lines}")
