@@ -107,7 +107,7 @@ def run(command: list[str], checkpoints: Path, *, aot: bool = True, exit_code: i
 
 
 def main() -> None:
-    console = Console()
+    console = Console(width=100)
     table = Table(
         "restart", "verdict", "reason", "with", "without", "accuracy", box=box.SIMPLE_HEAD
     )
