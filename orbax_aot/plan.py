@@ -329,6 +329,14 @@ def _meshes_of(variant: m.Variant, body: m.Body) -> list[m.Mesh]:
     return list(found.values())
 
 
+def find_main_mesh(signature: m.Signature, body: m.Body) -> m.Mesh | None:
+    """Returns the mesh that a signature was compiled for; None where it was compiled for one device or for none."""
+    for variant in signature.variants:
+        if variant.topology.count > 1 and (meshes := _meshes_of(variant, body)):
+            return meshes[0]
+    return None
+
+
 def _place_on_mesh(
     count: int, meshes: Sequence[m.Mesh], request: Request
 ) -> tuple[Reason | None, tuple[int, ...]]:
