@@ -133,7 +133,7 @@ def encode(tree: Any) -> list[Any]:
 
 def _encode_leaf(leaf: Any) -> list[Any]:
     if isinstance(leaf, jax.Array):
-        about = [str(leaf.dtype), bool(leaf.weak_type), list(leaf.shape), _placement(leaf)]
+        about = [str(leaf.dtype), bool(leaf.aval.weak_type), list(leaf.shape), _placement(leaf)]
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         return [*about, _digest(np.asarray(leaf))]

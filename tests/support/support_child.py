@@ -67,7 +67,10 @@ def _restore_on(
     program = case.make(devices)
     jax.effects_barrier()
     counts.update(dict.fromkeys(counts, 0))
-    fns = program.functions if live else list(program.functions)
+    fns: Any = list(program.functions)
+    if live:  # what is compiled already has no live function
+        given = program.functions.items()
+        fns = {name: f if isinstance(f, oaot.AotFunction) else None for name, f in given}
     restored = oaot.AotHandler().restore(folder, oaot.AotRestore(fns=fns, devices=asked))
     found: dict[str, Any] = {}
     try:
