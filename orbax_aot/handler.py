@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jaxlib
+import jaxlib.version
 import msgspec
 import orbax.checkpoint as ocp
 from absl import logging
@@ -74,7 +74,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
           timeout_secs: seconds after which the executable part of a save is dropped, with the reason `TIMEOUT`, and
             the step commits without it.
         """
-        self._state_handler = state_handler or ocp.StandardCheckpointHandler()
+        self._state_handler: Any = state_handler or ocp.StandardCheckpointHandler()
         self._timeout_secs = timeout_secs
         self._json_handler = ocp.JsonCheckpointHandler()
         self._saves_state = True
@@ -121,7 +121,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         self._saves_state = True
         if isinstance(args.item, ocp.args.CheckpointArgs):
             return self._state_handler, args.item
-        save_args, _ = ocp.args.get_registered_args_cls(self._state_handler)
+        save_args: Any = ocp.args.get_registered_args_cls(self._state_handler)[0]
         given = {"save_args": args.save_args, "custom_metadata": args.custom_metadata}
         return self._state_handler, save_args(
             args.item, **{k: v for k, v in given.items() if v is not None}
@@ -197,7 +197,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
     def _restore_state(self, directory: epath.Path, args: AotRestore, restoring: _Restoring) -> Any:
         if not self._has_state(directory):
             return None
-        _, restore_args = ocp.args.get_registered_args_cls(self._state_handler)
+        restore_args: Any = ocp.args.get_registered_args_cls(self._state_handler)[1]
         if isinstance(args.item, ocp.args.CheckpointArgs):
             wrapped_args = args.item
         elif args.item is not None:
@@ -258,7 +258,7 @@ class _Saving:
                 created_by={
                     "orbax_aot": __version__,
                     "jax": jax.__version__,
-                    "jaxlib": jaxlib.__version__,
+                    "jaxlib": jaxlib.version.__version__,
                     "host": platform.node(),
                 },
                 kind=self._snapshot.kind,
@@ -496,7 +496,10 @@ class _Restoring:
             if (program := self._program(signature)) is not None
         )
         return state_lib.Placements(
-            mesh=args.mesh, devices=args.devices, programs=programs, fallback=self._devices
+            mesh=args.mesh,
+            devices=None if args.devices is None else tuple(args.devices),
+            programs=programs,
+            fallback=self._devices,
         )
 
     def _program(self, restored: restored_lib.RestoredSignature) -> state_lib.Program | None:

@@ -218,7 +218,7 @@ def find_code_difference(saved: m.Code | None, here: m.Code | None) -> Reason | 
     """Returns why two fingerprints of a function do not show that the code is the same; None where they do."""
     if saved is None or here is None:
         return Reason(ReasonCode.CODE_UNDECIDABLE, "no fingerprint of the code")
-    unseen = saved.undecidable or here.undecidable
+    unseen = (*saved.undecidable, *here.undecidable)
     if unseen:
         more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
         return Reason(ReasonCode.CODE_UNDECIDABLE, unseen[0] + more)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -332,6 +333,7 @@ class PortableProgram:
             self._find_renamed_axes(mesh_shape)
             or self._find_fixed_layout()
             or self._find_indivisible_size(mesh_shape)
+            or _find_unsafe_sizes(mesh_shape)
         )
 
     def _find_renamed_axes(self, mesh_shape: dict[str, int]) -> Obstacle | None:
@@ -514,6 +516,31 @@ def _needs_source(problem: str) -> Obstacle:
         f"The StableHLO cannot be moved to another mesh: {problem}. Pass the live function, or "
         "restore on a mesh of the saved shape.",
     )
+
+
+def _find_unsafe_sizes(mesh_shape: Mapping[str, int]) -> Obstacle | None:
+    """Returns an obstacle for sizes on which XLA's partitioner can end the process.
+
+    Going from a sharding over some axes to one over others, it cuts the one into the other, and
+    fails a check where neither product of sizes divides the other: axes of 2 and 3, or of 2, 2 and
+    6 (seen on jax 0.11.2 and 0.12.0.1, with plain `jax.jit` too). Which programs it hits cannot be
+    told from outside. Powers of one number are safe.
+    """
+    products = {1}
+    for size in mesh_shape.values():
+        products |= {product * size for product in products}
+    ordered = sorted(products)
+    if all(larger % smaller == 0 for smaller, larger in itertools.pairwise(ordered)):
+        return None
+    return Obstacle(
+        "MESH_SHAPE",
+        f"The sizes of the axes {_described(mesh_shape)} do not divide one another, and XLA can "
+        "crash moving a program to such a mesh. Use powers of two.",
+    )
+
+
+def _described(mesh_shape: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh_shape.items())
 
 
 def _first(devices: Sequence[jax.Device]) -> jax.Device:

@@ -119,7 +119,7 @@ def describe_result(out_tree: Any, in_tree: Any, input_paths: Sequence[str]) -> 
         if isinstance(node, tuple) and hasattr(node, "_fields"):
             return {
                 "namedtuple": _type_name(type(node)),
-                "fields": list(node._fields),
+                "fields": list(getattr(node, "_fields", ())),
                 "children": [visit(child) for child in node],
             }
         flat = trees_lib.flatten_node(node)

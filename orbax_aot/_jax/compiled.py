@@ -355,7 +355,7 @@ def compile_fresh_payload(lowered: jax.stages.Lowered) -> bytes:
     from jax._src import compiler
     from jax._src.interpreters import pxla
 
-    lowering = lowered._lowering
+    lowering: Any = lowered._lowering
     args = lowering.compile_args
     device_list = lowering._device_list
     devices = np.empty(len(device_list), object)

@@ -49,7 +49,7 @@ def clear(dispatcher: Any) -> None:
 
 def call_flat(compiled: jax.stages.Compiled, args: Sequence[Any]) -> list[Any]:
     """Runs a compiled function on flat arguments; returns flat results. Checks types and shardings, as JAX does."""
-    executable = compiled._executable
+    executable: Any = compiled._executable
     return executable.call(*compiled_lib.constants_of(compiled), *args)
 
 
@@ -143,7 +143,7 @@ def is_floating_point_error(error: BaseException) -> bool:
 
 
 def explain_floating_point_error(
-    error: BaseException, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    error: Exception, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Runs `fun` operation by operation, as jit does, to raise at the operation that made a NaN."""
     from jax._src import api_util
