@@ -199,6 +199,30 @@ def _(devices):
     return call(lambda t: {"same": t, "new": [t["o"], (t["l"][0],)]}, tree)
 
 
+@section.case("an OrderedDict made inside, not in the order of its keys")
+def _(devices):
+    import collections
+
+    return call(lambda x: collections.OrderedDict(b=x, c=None, a=x + 1), array(2))
+
+
+@section.case("a defaultdict made inside", by_program=True)
+def _(devices):
+    import collections
+
+    return call(lambda x: collections.defaultdict(list, b=x, a=x + 1), array(2))
+
+
+@section.case("a dictionary with keys that are no strings")
+def _(devices):
+    return call(lambda x: {3: x, 1: x + 1}, array(2))
+
+
+@section.case("a dictionary with keys that are tuples", by_program=True)
+def _(devices):
+    return call(lambda x: {("b", 1): x, ("a", 2): x + 1}, array(2))
+
+
 class Point(NamedTuple):
     x: Any
     y: Any

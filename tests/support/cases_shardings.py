@@ -162,7 +162,7 @@ def _(devices):
 def _(devices):
     mesh = mesh_of([devices[i] for i in (2, 0, 3, 1)], (2, 2), ("a", "b"))
     x = put(array(8, 8), NamedSharding(mesh, P("a", "b")))
-    return call(lambda x: x @ x, x)
+    return call(lambda x: x @ x, x, mesh=mesh)
 
 
 @section.case("two meshes of other shapes over the same devices", devices=4)
@@ -324,11 +324,8 @@ def _(devices):
 def _(devices):
     from jax.experimental import compute_on
 
-    if not hasattr(compute_on, "compute_on2"):
-        raise Unavailable("no compute_on2")
-    on_host = compute_on.compute_on2(
-        compute_type="device_host", out_memory_spaces=jax.memory.Space.Device
-    )
+    compute = getattr(compute_on, "compute_on2", compute_on.compute_on)
+    on_host = compute(compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
 
     def f(x):
         return on_host(lambda v: v * 2)(x) + 1

@@ -31,12 +31,14 @@ class Program:
     """Functions to save, and what to do with them or with those that come back.
 
     `run` returns a tree of arrays and plain values to compare; it must compile nothing but through the functions.
-    `context` is entered around saving's first call and around the calls after the restore.
+    `context` is entered around saving's first call and around the calls after the restore. On other devices the
+    restore is told the list of devices, or `mesh` where that is given.
     """
 
     functions: dict[str, Any]
     run: Callable[[Mapping[str, Any]], Any]
     context: Callable[[], Any] = contextlib.nullcontext
+    mesh: jax.sharding.Mesh | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Case:
     """One row: `make(devices)` builds the program on so many devices; the other fields say what is expected.
 
     `expected` is an outcome, `unless` replaces it on the JAX versions that begin so. `remap` also restores on other
-    devices. `by_program` says that the live function has to be lowered to see that it is the same program.
+    devices. `by_program` says that the live function has to be lowered to see that it is the same program;
+    `may_compile` that the calls compile more than the saved functions.
     """
 
     section: str
@@ -55,6 +58,7 @@ class Case:
     unless: Mapping[str, str]
     remap: bool
     by_program: bool
+    may_compile: bool
 
     @property
     def id(self) -> str:
@@ -83,6 +87,7 @@ class Section:
         unless: Mapping[str, str] | None = None,
         remap: bool = True,
         by_program: bool = False,
+        may_compile: bool = False,
     ) -> Callable[[Callable[[Sequence[Any]], Program]], Callable[[Sequence[Any]], Program]]:
         def add(make: Callable[[Sequence[Any]], Program]) -> Callable[[Sequence[Any]], Program]:
             self.cases.append(
@@ -94,7 +99,8 @@ class Section:
                     expected,
                     unless or {},
                     remap,
-                    by_program or expected == WITH_LIVE,
+                    by_program or may_compile or expected == WITH_LIVE,
+                    may_compile,
                 )
             )
             return make
@@ -107,11 +113,12 @@ def call(
     *args: Any,
     jit: Mapping[str, Any] | None = None,
     context: Callable[[], Any] = contextlib.nullcontext,
+    mesh: jax.sharding.Mesh | None = None,
     **kwargs: Any,
 ) -> Program:
     """Returns the program that calls one function once."""
     return Program(
-        {"f": oaot.jit(fun, **(jit or {}))}, lambda fns: fns["f"](*args, **kwargs), context
+        {"f": oaot.jit(fun, **(jit or {}))}, lambda fns: fns["f"](*args, **kwargs), context, mesh
     )
 
 
@@ -128,7 +135,7 @@ def put(value: Any, sharding: Any) -> jax.Array:
 def encode(tree: Any) -> list[Any]:
     """Returns a tree as JSON data in which each bit counts: paths, types, placement and digests of the bytes."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [[jax.tree_util.keystr(path), *_encode_leaf(leaf)] for path, leaf in flat]
+    return [[jax.tree_util.keystr(path, simple=True, separator="/"), *_encode_leaf(leaf)] for path, leaf in flat]
 
 
 def _encode_leaf(leaf: Any) -> list[Any]:

@@ -71,7 +71,8 @@ def _restore_on(
     if live:  # what is compiled already has no live function
         given = program.functions.items()
         fns = {name: f if isinstance(f, oaot.AotFunction) else None for name, f in given}
-    restored = oaot.AotHandler().restore(folder, oaot.AotRestore(fns=fns, devices=asked))
+    place = {"mesh": program.mesh} if asked and program.mesh is not None else {"devices": asked}
+    restored = oaot.AotHandler().restore(folder, oaot.AotRestore(fns=fns, **place))
     found: dict[str, Any] = {}
     try:
         found["outputs"] = _run(program, restored.fns)

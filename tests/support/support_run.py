@@ -124,7 +124,7 @@ def _problems(case: Case, saved: Any, here: Any, how: str, place: str) -> list[s
         different = [f"{a} is {b}" for a, b in pairs if a != b]
         problems.append(f"results differ: {different[:3] or (saved['outputs'], here['outputs'])}")
     if not codes:
-        if here["counts"]["compiles"]:
+        if here["counts"]["compiles"] and not case.may_compile:
             problems.append(f"compiled {here['counts']['compiles']} times")
         traced = {r["checked_by"] for r in here["report"].values()} == {"program"}
         if how == "live" and not case.by_program and (traced or here["counts"]["traces"]):
