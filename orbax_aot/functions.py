@@ -256,9 +256,11 @@ class Executable:
 
     def _pack(self) -> artifact_lib.Artifact:
         lowering = self._lowering
-        payload = None
-        if self._from_persistent_cache and lowering is not None:
-            payload = compiled_lib.compile_fresh_payload(lowering.lowered)
+        payload = executable_lib.make_payload(
+            self.compiled,
+            None if lowering is None else lowering.lowered,
+            fresh=self._from_persistent_cache,
+        )
         serialized = executable_lib.serialize(self.compiled, payload, self._environment)
         if lowering is None and self._complete is None:
             # Nothing says where a bare Compiled came from, and bytes of an executable that was itself loaded may

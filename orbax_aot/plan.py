@@ -324,10 +324,23 @@ def _place(
     if count == 1 and request.single is not None:
         return None, (request.single,)
     if count <= len(local):
-        return None, tuple(local[:count])
+        return None, _in_saved_order(local[:count], saved, here)
     if count == here.count:
-        return None, tuple(range(count))
+        return None, _in_saved_order(range(count), saved, here)
     return _count_reason(count, here.count), ()
+
+
+def _in_saved_order(
+    positions: Sequence[int], saved: m.Topology, here: m.Topology
+) -> tuple[int, ...]:
+    """Returns `positions` in the order of the save where they are the devices of the save.
+
+    A mesh need not lie over the devices in their own order.
+    """
+    by_id = {here.ids[i]: i for i in positions}
+    if sorted(by_id) != sorted(saved.ids):
+        return tuple(positions)
+    return tuple(by_id[i] for i in saved.ids)
 
 
 def _count_reason(saved: int, here: int) -> Reason:

@@ -657,7 +657,9 @@ class SavedFunction(functions_lib.DirectCall):
         self._entries: dict[Any, functions_lib.Entry] = {}
         self._lock = threading.RLock()
         self.__name__ = self.__qualname__ = restored.name
-        self.__call__ = dispatch.make_dispatcher(restored.name, None, self._miss)
+        self.__call__ = dispatch.make_dispatcher(
+            restored.name, self._explain_floating_point_error, self._miss
+        )
 
     def __repr__(self) -> str:
         return f"SavedFunction({self._restored.name!r}, {self._restored.report().verdict})"
@@ -695,8 +697,20 @@ class SavedFunction(functions_lib.DirectCall):
         if entry is None:
             with self._lock:
                 entry = self._entries[call.key] = self._find_entry(call, usable)
-        result, fast = entry.run(call.flat)
+        try:
+            result, fast = entry.run(call.flat)
+        except Exception as e:
+            if dispatch.is_floating_point_error(e):
+                self._explain_floating_point_error()
+            raise
         return result, fast, False
+
+    def _explain_floating_point_error(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands where `jax_debug_nans` runs a function's source to find the operation that made a NaN."""
+        raise FloatingPointError(
+            f"{self._restored.name}: invalid value (nan or inf) in a result. Pass the live function to "
+            "AotRestore(fns={...}) to see which operation made it."
+        )
 
     def _without_static(
         self, usable: Sequence[RestoredSignature], args: tuple[Any, ...], kwargs: dict[str, Any]
