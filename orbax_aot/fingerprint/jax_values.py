@@ -23,6 +23,8 @@ def find_writer(walk: Walk, value: Any) -> Callable[[Walk, Any], None] | None:
     del walk
     if hooks.is_jitted(value):
         return write_jitted
+    if hooks.is_cached_function(value):
+        return _write_cached_function
     for kinds, writer in _WRITERS:
         if isinstance(value, kinds):
             return writer
@@ -35,6 +37,15 @@ def write_jitted(walk: Walk, jitted: Any) -> None:
     for name, option in hooks.jit_options(jitted):
         walk.write(name)
         walk.visit(option)
+
+
+def _write_cached_function(walk: Walk, function: Any) -> None:
+    """A function behind one of JAX's own caches, which some programs use for themselves."""
+    walk.visit(function.__wrapped__)
+    name = getattr(function.__wrapped__, "__qualname__", "a function")
+    filled = function.cache_info().currsize > 0
+    walk.note_cacheable(function, f"{name} has cached results from before it was seen" if filled
+                        else None)  # fmt: skip
 
 
 def write_tree_definition(walk: Walk, tree: Any) -> None:

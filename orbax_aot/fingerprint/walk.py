@@ -112,7 +112,9 @@ class Walk:
         self._reasons: dict[str, None] = {}
         self._place = "the function"
         self.mentions = Mentions(self._add_tasks)
-        self.notes: dict[object, object] = {}  # what writers remember for the length of one walk
+        # Functions whose earlier state a cache may hold, and functions that could get there.
+        self.cached: list[tuple[object, str]] = []
+        self.uncached: list[object] = []
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -181,6 +183,13 @@ class Walk:
         """Notes why an equal digest would not mean the same program."""
         if len(self._reasons) < _MOST_REASONS:
             self._reasons.setdefault(f"{reason} [{self._place}]")
+
+    def note_cacheable(self, function: object, what: str | None) -> None:
+        """Notes a function that caches can know; `what` says by which this one is known, if any."""
+        if what is None:
+            self.uncached.append(function)
+        else:
+            self.cached.append((function, f"{what} [{self._place}]"))
 
     # -- running ----------------------------------------------------------------------------------
 
