@@ -25,12 +25,23 @@ def is_jitted(value: object) -> bool:
     return type(value).__name__ == "PjitFunction" and type(value).__module__.startswith("jax")
 
 
+def is_jit_information(value: object) -> bool:
+    """Whether `value` is what a jitted function keeps its options in. Seen as `is_jitted`."""
+    return type(value).__name__ == "PjitInfo" and type(value).__module__.startswith("jax")
+
+
+def is_debug_information(value: object) -> bool:
+    """Whether `value` only says where a function comes from. Seen as `is_jitted`."""
+    return type(value).__name__ == "DebugInfo" and type(value).__module__.startswith("jax")
+
+
 def jit_options(jitted: Any) -> list[tuple[str, Any]]:
     """The options a function was jitted with, without what says where its source is.
 
-    Seen on JAX 0.10.2, 0.11.2 and 0.12.0.1 (`_jit_info`, a named tuple).
+    Takes the jitted function or its information. Seen on JAX 0.10.2, 0.11.2 and 0.12.0.1
+    (`_jit_info`, a named tuple).
     """
-    info = getattr(jitted, "_jit_info", None)
+    info = jitted if is_jit_information(jitted) else getattr(jitted, "_jit_info", None)
     fields = getattr(info, "_fields", None)
     if not fields:
         raise HookMissingError("a jitted function has no _jit_info fields")

@@ -23,6 +23,10 @@ def find_writer(walk: Walk, value: Any) -> Callable[[Walk, Any], None] | None:
     del walk
     if hooks.is_jitted(value):
         return write_jitted
+    if hooks.is_jit_information(value):
+        return _write_jit_options
+    if hooks.is_debug_information(value):
+        return _write_nothing
     if hooks.is_cached_function(value):
         return _write_cached_function
     for kinds, writer in _WRITERS:
@@ -34,6 +38,14 @@ def find_writer(walk: Walk, value: Any) -> Callable[[Walk, Any], None] | None:
 def write_jitted(walk: Walk, jitted: Any) -> None:
     """A jitted function: what it wraps and how it was jitted."""
     walk.visit(jitted.__wrapped__)
+    _write_jit_options(walk, jitted)
+
+
+def _write_nothing(walk: Walk, value: object) -> None:
+    """For what says only where something comes from."""
+
+
+def _write_jit_options(walk: Walk, jitted: Any) -> None:
     for name, option in hooks.jit_options(jitted):
         walk.write(name)
         walk.visit(option)

@@ -32,7 +32,7 @@ _ATTRIBUTES = {
     "add": "subtract", "sub": "add", "mul": "add", "log1p": "expm1", "expm1": "log1p",
     "logaddexp": "maximum", "zeros_like": "ones_like", "ones_like": "zeros_like", "zeros": "ones",
     "ones": "zeros", "sin": "cos", "abs": "square", "rsqrt": "sqrt", "where": "where", "erf": "tanh",
-    "div": "mul", "reciprocal": "square", "pow": "multiply", "float32": "int32", "shape": "strides",
+    "div": "mul", "reciprocal": "square", "pow": "multiply", "float32": "int32",
 }  # fmt: skip
 
 
