@@ -6,15 +6,10 @@ import dataclasses
 import dis
 import sys
 import types
-from collections.abc import Iterator
+
+from orbax_aot.fingerprint.instructions import CACHE, Instruction, Layout
 
 _OPCODES = dis.opmap
-_EXTENDED_ARG = _OPCODES["EXTENDED_ARG"]
-# `co_code` holds the inline caches of instructions, zeroed; they say nothing.
-_CACHE = _OPCODES["CACHE"]
-_NOP = _OPCODES["NOP"]
-_JUMPS = frozenset(dis.hasjrel)
-_JUMPS_BACK = frozenset(op for name, op in _OPCODES.items() if "JUMP_BACKWARD" in name)
 _TAKES_CONSTANT = frozenset(dis.hasconst)
 _TAKES_NAME = frozenset(dis.hasname)
 _LOAD_GLOBAL = _OPCODES["LOAD_GLOBAL"]
@@ -59,72 +54,6 @@ class ScannedCode:
     names: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-    """An instruction with its wide argument put together; `target` is the index it may jump to."""
-
-    opcode: int
-    argument: int
-    target: int | None = None
-
-
-class _Layout:
-    """The instructions of a code object, numbered without what only layout makes.
-
-    Caches, prefixes of wide arguments and NOPs (which keep line numbers of dropped code) do not count,
-    so that places in the code are the same however its lines are broken.
-    """
-
-    def __init__(self, code: types.CodeType) -> None:
-        raw = code.co_code
-        found: list[tuple[int, int, int]] = []  # opcode, argument, the unit that follows
-        self._index_of_unit: list[int] = []
-        wide = 0
-        for unit, (opcode, argument) in enumerate(zip(raw[::2], raw[1::2], strict=True)):
-            self._index_of_unit.append(len(found))
-            if opcode == _CACHE or opcode == _NOP:
-                if opcode == _CACHE and found:
-                    last = found[-1]
-                    found[-1] = (last[0], last[1], unit + 1)
-                continue
-            if opcode == _EXTENDED_ARG:
-                wide = (wide | argument) << 8
-                continue
-            found.append((opcode, argument | wide, unit + 1))
-            wide = 0
-        self._index_of_unit.append(len(found))
-        self.instructions = [self._instruction(*parts) for parts in found]
-
-    def _instruction(self, opcode: int, argument: int, following: int) -> _Instruction:
-        if opcode not in _JUMPS:
-            return _Instruction(opcode, argument)
-        unit = following - argument if opcode in _JUMPS_BACK else following + argument
-        return _Instruction(opcode, 0, self.index(unit))
-
-    def index(self, unit: int) -> int:
-        """The number of the instruction that a two-byte unit of the code belongs to."""
-        return self._index_of_unit[min(unit, len(self._index_of_unit) - 1)]
-
-    def exceptions(self, table: bytes) -> list[tuple[int, ...]]:
-        """The exception table with instruction numbers: begin, end, handler, stack depth."""
-        numbers = list(_read_numbers(table))
-        rows = zip(*[iter(numbers)] * 4, strict=False)
-        return [
-            (self.index(start), self.index(start + length), self.index(handler), depth)
-            for start, length, handler, depth in rows
-        ]
-
-
-def _read_numbers(table: bytes) -> Iterator[int]:
-    """The numbers of an exception table, stored six bits to the byte, highest first."""
-    number = 0
-    for byte in table:
-        number = number << 6 | byte & 0x3F
-        if not byte & 0x40:
-            yield number
-            number = 0
-
-
 def _name_of(code: types.CodeType, opcode: int, argument: int) -> str:
     if opcode == _LOAD_GLOBAL or (opcode in _LOAD_ATTRIBUTES and _LOAD_ATTR_IS_SHIFTED):
         argument >>= 1
@@ -143,13 +72,13 @@ class _Reader:
         self.constants: list[object] = []
         self.references: list[list[str]] = []
         self.imports: list[tuple[str, int, tuple[str, ...]]] = []
-        self.exceptions: list[tuple[int, ...]] = []
+        self.exceptions: list[tuple[int, int, int, int]] = []
         self.names: dict[str, None] = {}
         self._chain: list[str] | None = None
 
     def read(self) -> ScannedCode:
-        layout = _Layout(self.code)
-        instructions = [*layout.instructions, _Instruction(_CACHE, 0)]
+        layout = Layout(self.code)
+        instructions = [*layout.instructions, Instruction(CACHE, 0)]
         for index, instruction in enumerate(layout.instructions):
             following = instructions[index + 1]
             opcode, argument = instruction.opcode, instruction.argument
@@ -160,9 +89,11 @@ class _Reader:
                 self._name(opcode, argument, following, before)
             else:
                 self._chain = None
-                place = "" if instruction.target is None else f">{instruction.target}"
-                self.tokens.append(f"{opcode}.{argument}{place}")
-        self.exceptions = layout.exceptions(self.code.co_exceptiontable)
+                if instruction.kind:
+                    self.tokens.append(f"{instruction.kind}>{instruction.target}")
+                else:
+                    self.tokens.append(f"{opcode}.{argument}")
+        self.exceptions = layout.exceptions
         return ScannedCode(
             code=self.code,
             text=" ".join(self.tokens) + self._header(),
@@ -172,7 +103,7 @@ class _Reader:
             names=tuple(self.names),
         )
 
-    def _constant(self, opcode: int, argument: int, following: _Instruction) -> None:
+    def _constant(self, opcode: int, argument: int, following: Instruction) -> None:
         self._chain = None
         if following.opcode == _STORE_NAME and self._is_compilers(following.argument):
             self.tokens.append(f"{opcode}.-")
@@ -189,7 +120,7 @@ class _Reader:
         self,
         opcode: int,
         argument: int,
-        following: _Instruction,
+        following: Instruction,
         before: list[int],
     ) -> None:
         name = _name_of(self.code, opcode, argument)

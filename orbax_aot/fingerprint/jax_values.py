@@ -66,10 +66,17 @@ def write_tree_definition(walk: Walk, tree: Any) -> None:
     if node is None:
         walk.write("leaf" if tree.num_leaves else "none")
         return
-    walk.write("node", str(tree.num_nodes))
     kind, data = node
-    walk.visit(kind)
-    walk.visit(data)
+    if kind is dict and all(type(key) is str for key in data):
+        walk.write("dict", str(len(data)), *data)
+        for key in data:
+            walk.mentions.add_text(key)
+    elif kind in (tuple, list):
+        walk.write(kind.__name__, str(tree.num_nodes))
+    else:
+        walk.write("node", str(tree.num_nodes))
+        walk.visit(kind)
+        walk.visit(data)
     for child in tree.children():
         write_tree_definition(walk, child)
 

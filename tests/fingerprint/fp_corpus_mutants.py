@@ -11,8 +11,8 @@ import importlib.util
 import pathlib
 from collections.abc import Iterator
 
-import mutation
-from harness import Pair, Program
+import fp_mutation
+from fp_harness import Pair, Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +223,7 @@ def pairs(seed: int = 0) -> Iterator[Pair]:
         first = origin.program(text)
         yield Pair(f"{origin.file}: rewritten without comments", first, origin.program(_bare(text)),
                    harmless=True)  # fmt: skip
-        for mutant in mutation.mutants(text, origin.names, origin.mutants, seed + number):
+        for mutant in fp_mutation.mutants(text, origin.names, origin.mutants, seed + number):
             yield Pair(f"{origin.file}, {mutant.what}", first, origin.program(mutant.text))
 
 

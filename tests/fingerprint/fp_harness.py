@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The files of one program (`main.py` holds `program()`), and how to run it (see `child`)."""
+    """The files of one program (`main.py` holds `program()`), and how to run it (see `fp_child`)."""
 
     files: dict[str, str]
     mode: str = "plain"
@@ -67,7 +67,7 @@ class Child:
             "TMPDIR": str(folder),
         }
         self._process = subprocess.Popen(
-            [sys.executable, str(pathlib.Path(__file__).parent / "child.py")],
+            [sys.executable, str(pathlib.Path(__file__).parent / "fp_child.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

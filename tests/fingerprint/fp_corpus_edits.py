@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness import Pair, Program
+from fp_harness import Pair, Program
 
 _STEP = Program(
     {
