@@ -103,6 +103,8 @@ def _fingerprint(
         reason = f"{type(error).__name__}: {error}"[:200]
         digest = hashlib.sha256(reason.encode()).hexdigest()
         return Fingerprint(digest, (*walk.reasons(), reason))
+    finally:
+        walk.let_go()
 
 
 def _find_stale(walk: Walk, digest: str) -> list[str]:

@@ -216,6 +216,15 @@ class Walk:
             except Exception as error:  # see `visit`
                 self.undecidable(f"{type(error).__name__}: {error}"[:200])
 
+    def let_go(self) -> None:
+        """Drops the objects that were kept, so that they die with their last user."""
+        self._kept.clear()
+        self._numbers.clear()
+        self._tasks.clear()
+        self.cached.clear()
+        self.uncached.clear()
+        self.mentions = Mentions(lambda tasks: None)
+
     def digest(self) -> str:
         """The digest of all that was written."""
         text = "".join(self._tokens)
