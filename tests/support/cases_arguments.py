@@ -228,7 +228,7 @@ class Point(NamedTuple):
     y: Any
 
 
-@section.case("named tuples")
+@section.case("named tuples", by_program=True)
 def _(devices):
     return call(lambda p: (Point(p.y, p.x), p), Point(array(2), array(3)))
 
@@ -263,7 +263,7 @@ class Node:
         return cls(children[0], tag)
 
 
-@section.case("pytree nodes of the user's with opaque auxiliary data")
+@section.case("pytree nodes of the user's with opaque auxiliary data", by_program=True)
 def _(devices):
     return call(lambda n: (Node(n.x * 2, n.tag), n.x), Node(array(2), frozenset({"a"})))
 
@@ -318,7 +318,7 @@ class Hashable:
         return hash(self.n)
 
 
-@section.case("static arguments that are objects of the user's")
+@section.case("static arguments that are objects of the user's", by_program=True)
 def _(devices):
     f = lambda x, config: jnp.tile(x, config.n)
     return call(f, array(4), Hashable(3), jit={"static_argnums": 1})

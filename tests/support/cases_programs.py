@@ -137,7 +137,7 @@ def _(devices):
     return call(lambda x: jnp.linalg.cholesky(x), x)
 
 
-@section.case("sparse BCOO")
+@section.case("sparse BCOO", by_program=True)
 def _(devices):
     from jax.experimental import sparse
 
