@@ -547,10 +547,18 @@ class AotFunction(DirectCall):
     @property
     def executables(self) -> tuple[Executable, ...]:
         """What it has compiled or been restored with, oldest first."""
-        with self._lock:
-            own = tuple(self._executables.values())
-            restored = () if self._restored is None else self._restored.executables()
-        return (*restored, *(e for e in own if e not in restored))
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], tuple[Executable, ...]]:
+        """Notes what there is now, and returns what tells it: waiting for loads under way, which a save must not."""
+        own = tuple(self._executables.values())
+        restored = self._restored
+
+        def tell() -> tuple[Executable, ...]:
+            loaded = () if restored is None else restored.executables()
+            return (*loaded, *(e for e in own if e not in loaded))
+
+        return tell
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """As `jax.jit(fun).trace`."""

@@ -218,7 +218,7 @@ def find_code_difference(saved: m.Code | None, here: m.Code | None) -> Reason | 
     """Returns why two fingerprints of a function do not show that the code is the same; None where they do."""
     if saved is None or here is None:
         return Reason(ReasonCode.CODE_UNDECIDABLE, "no fingerprint of the code")
-    unseen = (*saved.undecidable, *here.undecidable)
+    unseen = list(saved.undecidable) + list(here.undecidable)
     if unseen:
         more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
         return Reason(ReasonCode.CODE_UNDECIDABLE, unseen[0] + more)
@@ -344,7 +344,8 @@ def _in_saved_order(
 
 
 def _count_reason(saved: int, here: int) -> Reason:
-    return Reason(ReasonCode.DEVICE_COUNT, f"for {saved} devices", f"{here} devices")
+    devices = lambda n: f"{n} device" if n == 1 else f"{n} devices"
+    return Reason(ReasonCode.DEVICE_COUNT, f"for {devices(saved)}", devices(here))
 
 
 def _meshes_of(variant: m.Variant, body: m.Body) -> list[m.Mesh]:
