@@ -133,9 +133,7 @@ def _(devices):
 
 for _ordered in (False, True):
 
-    @section.case(
-        f"io_callback{', ordered' if _ordered else ''}", expected=WITH_LIVE
-    )
+    @section.case(f"io_callback{', ordered' if _ordered else ''}", expected=WITH_LIVE)
     def _(devices, ordered=_ordered):
         log: list = []
 
@@ -221,7 +219,7 @@ def _(devices):
     return call(f, array(4))
 
 
-@section.case("tokens as arguments and results")
+@section.case("tokens as arguments and results", by_program=True)
 def _(devices):
     token = jax.lax.create_token(1.0)
     f = oaot.jit(lambda token, x: (x * 2, jax.lax.after_all(token)))
