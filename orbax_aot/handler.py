@@ -57,7 +57,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         Args:
           state_handler: stores the state; `StandardCheckpointHandler` unless given.
           timeout_secs: seconds after which the executable part of a save is dropped, with the reason `TIMEOUT`, and
-            the step commits without it.
+            the step commits without it; also how long the processes of a job wait for each other in a restore.
         """
         self._state_handler: Any = state_handler or ocp.StandardCheckpointHandler()
         self._timeout_secs = timeout_secs
@@ -158,7 +158,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         """
         args = args or AotRestore()
         directory = epath.Path(directory)
-        restoring = restoring_lib.Restoring(directory, args)
+        restoring = restoring_lib.Restoring(directory, args, self._timeout_secs)
         restoring.start()
         if args.on_mismatch == "raise":
             restoring.require_fit()
