@@ -189,6 +189,10 @@ def _require_names(names: Sequence[Any], where: str) -> None:
     for name in names:
         if not isinstance(name, str) or not name:
             raise TypeError(f"{where}: function names are non-empty strings, got {name!r}.")
+        try:
+            name.encode()
+        except UnicodeEncodeError as e:
+            raise ValueError(f"{where}: the function name {name!r} is no valid Unicode.") from e
 
 
 @ocp.args.register_with_handler(AotHandler, for_save=True)

@@ -762,6 +762,17 @@ class SavedFunction(functions_lib.DirectCall):
     def __repr__(self) -> str:
         return f"SavedFunction({self._restored.name!r}, {self._restored.report().verdict})"
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"The SavedFunction {self._restored.name!r} cannot be pickled; restore it from its checkpoint instead."
+        )
+
+    def __copy__(self) -> SavedFunction:
+        return self  # functions are not copied either
+
+    def __deepcopy__(self, memo: Any) -> SavedFunction:
+        return self
+
     @property
     def executables(self) -> tuple[functions_lib.Executable, ...]:
         """What has been loaded."""
@@ -877,7 +888,9 @@ class RestoredFunctions(Mapping[str, Any]):
         return self._functions[name]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._functions:
+        if name.startswith("_"):  # asked for while it is being copied, before it has any attributes
+            raise AttributeError(name)
+        if name not in self._functions:
             known = ", ".join(sorted(self._functions)) or "none"
             raise AttributeError(f"no restored function {name!r}; there are: {known}")
         return self._functions[name]
