@@ -93,7 +93,11 @@ def test_resuming_on_other_devices_gives_the_losses_of_the_run_that_was_not_inte
 # How many devices the restoring process has, what it asks for, and the reason it gets.
 OTHER_COUNTS = {
     "8 by mesh": (8, dict(ids=list(range(8)), shape=(2, 4)), "DEVICE_COUNT"),
-    "8 by devices": (8, dict(ids=list(range(8)), shape=(2, 4), by="devices+target"), "DEVICE_COUNT"),
+    "8 by devices": (
+        8,
+        dict(ids=list(range(8)), shape=(2, 4), by="devices+target"),
+        "DEVICE_COUNT",
+    ),
     "4x1 by mesh": (8, dict(ids=[0, 1, 2, 3], shape=(4, 1)), "MESH_SHAPE"),
     "4 on one axis by the target": (
         8,
