@@ -8,7 +8,11 @@ import msgspec
 
 from orbax_aot import manifest as m
 from orbax_aot import store as store_lib
+from orbax_aot.errors import CorruptArtifactError
 from orbax_aot.executable import PartiallySerialized
+
+_PORTABLE = "portable.stablehlo.zst"
+_VARIANT = ".pjrt.zst"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,58 @@ class Artifact:
             store.write(f"{folder}/{signature.portable.file}", self.files[signature.portable.file])
         return msgspec.structs.replace(signature, folder=folder.rpartition("/")[2])
 
+    def with_portable(
+        self,
+        data: bytes | None,
+        absent: m.Absent | None = None,
+        platforms: tuple[str, ...] = (),
+    ) -> Artifact:
+        """Returns the artifact with the StableHLO `data`, or with the reason why it has none."""
+        if data is None:
+            signature = msgspec.structs.replace(self.signature, portable_absent=absent)
+            return dataclasses.replace(self, signature=signature)
+        stored, fields = store_lib.pack(data)
+        portable = m.Portable(file=_PORTABLE, platforms=platforms, **fields)
+        signature = msgspec.structs.replace(self.signature, portable=portable)
+        return dataclasses.replace(
+            self, signature=signature, files={**self.files, _PORTABLE: stored}
+        )
+
+    def as_variant_of(self, signature: m.Signature, body: m.Body) -> Artifact:
+        """Returns the artifact told as one more variant of `signature`, whose tables are those of `body`."""
+        tables = m.Tables()
+        only = msgspec.structs.replace(signature, variants=(), portable=None, portable_absent=None)
+        saved = tables.adopt_signature(only, body)
+        own = tables.adopt_signature(self.signature, self.body)
+        return Artifact(
+            msgspec.structs.replace(saved, variants=own.variants),
+            tables.body(),
+            self.files,
+        )
+
+    def with_variants_of(self, other: Artifact) -> Artifact:
+        """Returns the artifact with the variants of `other` behind its own: the same signature for other places.
+
+        A variant for a place that it has one for already is superseded, and left out.
+        """
+        tables = m.Tables()
+        own = tables.adopt_signature(self.signature, self.body)
+        theirs = tables.adopt_signature(other.signature, other.body)
+        places = [(v.topology, v.environment) for v in own.variants]
+        files = {k: v for k, v in self.files.items() if not k.endswith(_VARIANT)}
+        variants = []
+        for source, variant in (
+            *((self, v) for v in own.variants),
+            *((other, v) for v in theirs.variants if (v.topology, v.environment) not in places),
+        ):
+            name = f"{len(variants)}{_VARIANT}"
+            files[name] = source.files[variant.file]
+            files.update({c.file: source.files[c.file] for c in variant.constants})
+            variants.append(msgspec.structs.replace(variant, file=name))
+        return Artifact(
+            msgspec.structs.replace(own, variants=tuple(variants)), tables.body(), files
+        )
+
     def unpack(self, where: str) -> PartiallySerialized:
         """Returns the raw form, each digest checked. Raises `CorruptArtifactError`."""
         variant = self.variant
@@ -54,7 +110,7 @@ def pack(serialized: PartiallySerialized) -> Artifact:
     files: dict[str, bytes] = {}
     variant = serialized.variant
     stored, fields = store_lib.pack(serialized.payload)
-    files["0.pjrt.zst"] = stored
+    files[f"0{_VARIANT}"] = stored
     constants = []
     for constant, raw in zip(variant.constants, serialized.constants, strict=True):
         packed, about = store_lib.pack(raw)
@@ -62,24 +118,65 @@ def pack(serialized: PartiallySerialized) -> Artifact:
         files[name] = packed
         constants.append(msgspec.structs.replace(constant, file=name, **about))
     variant = msgspec.structs.replace(
-        variant, file="0.pjrt.zst", constants=tuple(constants), **fields
+        variant, file=f"0{_VARIANT}", constants=tuple(constants), **fields
     )
     signature = msgspec.structs.replace(serialized.signature, variants=(variant,))
     return Artifact(signature, serialized.body, files)
 
 
-def read(
-    store: store_lib.Store, body: m.Body, function: m.Function, signature: m.Signature, index: int
-) -> Artifact:
-    """Reads one variant of a signature, its sizes checked; digests are checked by `Artifact.unpack`.
+@dataclasses.dataclass(frozen=True)
+class SavedSignature:
+    """One signature of a checkpoint, to be read piece by piece."""
 
-    Raises:
-      CorruptArtifactError: a file is missing or has another size.
-    """
-    variant = signature.variants[index]
-    folder = f"{function.folder}/{signature.folder}"
-    files = {variant.file: store.read(f"{folder}/{variant.file}", variant)}
-    for constant in variant.constants:
-        files[constant.file] = store.read(constant.file, constant)
-    only = msgspec.structs.replace(signature, variants=(variant,), portable=None)
-    return Artifact(only, body, files)
+    store: store_lib.Store
+    body: m.Body
+    function: m.Function
+    signature: m.Signature
+
+    def _name(self, file: str) -> str:
+        return f"{self.function.folder}/{self.signature.folder}/{file}"
+
+    def read_variant(self, index: int) -> Artifact:
+        """Reads one variant, its sizes checked; digests are checked by `Artifact.unpack`.
+
+        Raises:
+          CorruptArtifactError: a file is missing or has another size.
+        """
+        variant = self.signature.variants[index]
+        files = {variant.file: self.store.read(self._name(variant.file), variant)}
+        for constant in variant.constants:
+            files[constant.file] = self.store.read(constant.file, constant)
+        only = msgspec.structs.replace(self.signature, variants=(variant,), portable=None)
+        return Artifact(only, self.body, files)
+
+    def read_portable(self) -> bytes:
+        """Reads the StableHLO, both digests checked. Raises `CorruptArtifactError`."""
+        portable = self.signature.portable
+        assert portable is not None
+        name = self._name(portable.file)
+        return store_lib.unpack(self.store.read(name, portable), portable, name)
+
+    def complete(self, artifact: Artifact, skip: int | None) -> Artifact:
+        """Adds what this signature has besides the variant `skip`, as far as it can still be read.
+
+        The step it came from may have been deleted since; then what is at hand is all there is.
+        """
+        for index in range(len(self.signature.variants)):
+            if index != skip:
+                try:
+                    other = self.read_variant(index)
+                    other.unpack(self._name(other.variant.file))
+                except (CorruptArtifactError, OSError):
+                    continue
+                artifact = artifact.with_variants_of(other)
+        portable = self.signature.portable
+        if portable is not None:
+            try:
+                stored = self.store.read(self._name(portable.file), portable)
+            except (CorruptArtifactError, OSError):
+                return artifact
+            portable = msgspec.structs.replace(portable, file=_PORTABLE)
+            signature = msgspec.structs.replace(artifact.signature, portable=portable)
+            files = {**artifact.files, _PORTABLE: stored}
+            artifact = dataclasses.replace(artifact, signature=signature, files=files)
+        return artifact

@@ -202,13 +202,8 @@ def serialize(
         portable=None,
         variants=(variant,),
     )
-    body = m.Body(
-        meshes=tuple(tables.meshes),
-        shardings=tuple(tables.shardings),
-        layouts=tuple(tables.layouts),
-    )
     return PartiallySerialized(
-        signature, body, payload, tuple(raw for _, raw in described.constants)
+        signature, tables.body(), payload, tuple(raw for _, raw in described.constants)
     )
 
 

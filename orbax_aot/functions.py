@@ -20,6 +20,7 @@ from orbax_aot import manifest as m
 from orbax_aot import topology, trees
 from orbax_aot._jax import compiled as compiled_lib
 from orbax_aot._jax import config as config_lib
+from orbax_aot._jax import context as context_lib
 from orbax_aot._jax import dispatch, values
 from orbax_aot._jax import trees as trees_lib
 from orbax_aot.errors import UnsupportedFunctionError
@@ -28,11 +29,19 @@ from orbax_aot.errors import UnsupportedFunctionError
 _MANY_SIGNATURES = 64
 
 
-def jit(fun: Callable[..., Any] | None = None, /, **jit_kwargs: Any) -> Any:
+def jit(
+    fun: Callable[..., Any] | None = None,
+    /,
+    *,
+    platforms: Sequence[str] | None = None,
+    **jit_kwargs: Any,
+) -> Any:
     """Like `jax.jit`, but keeps what it compiles, so that a checkpoint can carry it.
 
     Args:
       fun: what `jax.jit` takes, or a jitted function. Left out, a decorator is returned.
+      platforms: store StableHLO for these platforms, as `jax.export` names them, whatever `AotSave(portable=...)`
+        says; it is lowered for them right when the function is compiled, under the caller's contexts.
       **jit_kwargs: the keyword arguments of `jax.jit`, with its meaning.
 
     Returns:
@@ -42,8 +51,8 @@ def jit(fun: Callable[..., Any] | None = None, /, **jit_kwargs: Any) -> Any:
       UnsupportedFunctionError: `fun` is no function, or one that is compiled already.
     """
     if fun is None:
-        return functools.partial(jit, **jit_kwargs)
-    return AotFunction(fun, **jit_kwargs)
+        return functools.partial(jit, platforms=platforms, **jit_kwargs)
+    return AotFunction(fun, platforms=platforms, **jit_kwargs)
 
 
 def compile(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable:
@@ -63,6 +72,17 @@ def compile(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
 def as_aot_function(fun: Any) -> AotFunction:
     """Returns `fun` if it is an `AotFunction`, else one that wraps it."""
     return fun if isinstance(fun, AotFunction) else AotFunction(fun)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowering:
+    """A call traced and lowered, with the fingerprint of the code that was traced and the context it was traced in."""
+
+    traced: jax.stages.Traced
+    lowered: jax.stages.Lowered
+    code: m.Code
+    context: context_lib.ThreadContext
+    secs: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,20 +154,24 @@ class Executable:
         *,
         name: str = "",
         origin: Origin | None = None,
-        lowered: jax.stages.Lowered | None = None,
-        code: m.Code | None = None,
+        lowering: Lowering | None = None,
         static: tuple[tuple[str, Any], ...] = (),
         context: Mapping[str, Any] | None = None,
         placements: Sequence[Any] | None = None,
         environment: m.Environment | None = None,
         from_persistent_cache: bool = False,
         artifact: artifact_lib.Artifact | None = None,
+        complete: Callable[[artifact_lib.Artifact | None], artifact_lib.Artifact] | None = None,
     ):
+        """Made by `compile`, `AotFunction` and restores.
+
+        `artifact` is what is stored of it already. `complete` is called once, when it is saved, with that (or with
+        what was packed of it now) and returns it together with what belongs to it in the checkpoint it came from.
+        """
         self.compiled = compiled
         self.name = name
         self.origin = origin or Origin("compiled")
-        self._lowered = lowered
-        self._code = code
+        self._lowering = lowering
         self._static = static
         self._context = None if context is None else dict(context)
         self._placements = (
@@ -156,6 +180,8 @@ class Executable:
         self._environment = environment
         self._from_persistent_cache = from_persistent_cache
         self._artifact = artifact
+        self._complete = complete
+        self._exported: tuple[bytes | None, m.Absent | None] | None = None
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,10 +226,14 @@ class Executable:
         """Returns the optimized HLO."""
         return self.compiled.as_text()
 
-    def pack(self) -> artifact_lib.Artifact:
+    def pack(self, portable: bool | Sequence[str] = False) -> artifact_lib.Artifact:
         """Returns what is stored of it: its original bytes where it has been stored before.
 
         Serializes and compresses at most once; takes about a tenth of the compile time, so it belongs in a commit.
+
+        Args:
+          portable: also its StableHLO, for its own platform or for those named. Where it cannot be had, the reason
+            stands in the signature's `portable_absent`.
 
         Raises:
           NotSerializableError: it holds what plain data cannot describe.
@@ -211,17 +241,25 @@ class Executable:
         with self._lock:
             if self._artifact is None:
                 self._artifact = self._pack()
-                self._lowered = (
-                    None  # the module is large, and all that is kept of it is its digest
+            if self._complete is not None:
+                self._artifact = self._complete(self._artifact)
+                self._complete = None
+            signature = self._artifact.signature
+            portable = portable or self._exported is not None
+            if portable and signature.portable is None and signature.portable_absent is None:
+                self._artifact = self._add_portable(self._artifact, portable)
+                self._lowering = (
+                    None  # trace and module are large, and all that is kept of them is stored now
                 )
             return self._artifact
 
     def _pack(self) -> artifact_lib.Artifact:
+        lowering = self._lowering
         payload = None
-        if self._from_persistent_cache and self._lowered is not None:
-            payload = compiled_lib.compile_fresh_payload(self._lowered)
+        if self._from_persistent_cache and lowering is not None:
+            payload = compiled_lib.compile_fresh_payload(lowering.lowered)
         serialized = executable_lib.serialize(self.compiled, payload, self._environment)
-        if self._lowered is None and payload is None:
+        if lowering is None and self._complete is None:
             # Nothing says where a bare Compiled came from, and bytes of an executable that was itself loaded may
             # not run; here a failure costs only this function.
             executable_lib.LoadedProgram.load(serialized, self.devices)
@@ -236,13 +274,51 @@ class Executable:
             inputs=inputs,
             static=self._static,
             context=self._context,
-            code=self._code,
-            program=None if self._lowered is None else _program_digest(self._lowered),
+            code=None if lowering is None else lowering.code,
+            program=None if lowering is None else _program_digest(lowering.lowered),
         )
         artifact = artifact_lib.pack(dataclasses.replace(serialized, signature=signature))
-        if self._lowered is None:
+        if lowering is None and self._complete is None:
             _bare_artifacts[self.compiled] = artifact
         return artifact
+
+    def export(self, platforms: Sequence[str] | None = None) -> None:
+        """Lowers for other platforms now, to be stored with the executable; see `jit(platforms=...)`."""
+        self._exported = self._export(platforms)
+
+    def _export(self, platforms: Sequence[str] | None) -> tuple[bytes | None, m.Absent | None]:
+        """Exports from the trace that compiling made, under the context it was made in; says why where it cannot."""
+        from orbax_aot import portable as portable_lib
+
+        lowering = self._lowering
+        if lowering is None:
+            detail = (
+                "a jax.stages.Compiled holds no StableHLO; save an AotFunction or an Executable"
+            )
+            return None, m.Absent(code="NOT_SERIALIZABLE", detail=detail)
+        try:
+            with context_lib.entered(lowering.context):
+                return portable_lib.export_program(
+                    lowering.traced, lowered=lowering.lowered, platforms=platforms
+                ), None
+        except portable_lib.PortableError as e:
+            return None, m.Absent(code=e.obstacle.code, detail=e.obstacle.detail)
+        except Exception as e:
+            detail = f"{type(e).__name__}: {e}"[:300]
+            return None, m.Absent(code="NOT_SERIALIZABLE", detail=detail)
+
+    def _add_portable(
+        self, artifact: artifact_lib.Artifact, portable: bool | Sequence[str]
+    ) -> artifact_lib.Artifact:
+        from orbax_aot import portable as portable_lib
+
+        platforms = None if portable is True else tuple(portable)
+        data, absent = self._exported or self._export(platforms)
+        self._exported = None
+        if data is None:
+            return artifact.with_portable(None, absent)
+        platforms = portable_lib.PortableProgram.parse(data).platforms
+        return artifact.with_portable(data, platforms=platforms)
 
 
 def _program_digest(lowered: jax.stages.Lowered) -> str:
@@ -394,10 +470,11 @@ class AotFunction(DirectCall):
     ask for it, calls fall through to jit. Safe to call from several threads.
     """
 
-    def __init__(self, fun: Any, **jit_kwargs: Any):
+    def __init__(self, fun: Any, *, platforms: Sequence[str] | None = None, **jit_kwargs: Any):
         if isinstance(fun, AotFunction):
             if not jit_kwargs:
                 jit_kwargs = fun._jit_kwargs
+            platforms = platforms or fun._platforms
             fun = fun._given
         if isinstance(fun, jax.stages.Compiled | jax.stages.Lowered | Executable):
             raise UnsupportedFunctionError("Cannot lower a compiled jit function.")
@@ -407,12 +484,14 @@ class AotFunction(DirectCall):
                 "Expected a function, a jitted function or an AotFunction."
             )
         self._given = fun
+        self._platforms = None if platforms is None else tuple(platforms)
         self._jit_kwargs = jit_kwargs
         self._tracing = threading.local()
         if dispatch.is_jitted(fun):
             if jit_kwargs:
                 raise UnsupportedFunctionError(
-                    f"Unsupported type: a jitted function together with {sorted(jit_kwargs)}; give these to its own jax.jit."
+                    f"Unsupported type: a jitted function together with {sorted(jit_kwargs)}; give these to "
+                    "its own jax.jit."
                 )
             self._fun = dispatch.wrapped_function(fun)
             self._jitted = dispatch.jit_again(self._watched(self._fun), fun)
@@ -615,7 +694,9 @@ class AotFunction(DirectCall):
         """Traces and lowers a call on this thread, with fingerprints taken around the trace."""
         start = time.perf_counter()
         traced, code = self._trace_call(call)
-        return Lowering(traced.lower(), code, time.perf_counter() - start)
+        lowered = traced.lower()
+        secs = time.perf_counter() - start
+        return Lowering(traced, lowered, code, context_lib.ThreadContext(), secs)
 
     def compile_call(self, call: Call, lowering: Lowering | None = None) -> Entry:
         """Compiles a call, through JAX's persistent cache as jit does, and keeps the executable."""
@@ -627,30 +708,20 @@ class AotFunction(DirectCall):
         start = time.perf_counter()
         compiled = lowering.lowered.compile()
         secs = time.perf_counter() - start
-        lowering.compile_secs = secs
-        self._executables[call.key] = Executable(
+        executable = self._executables[call.key] = Executable(
             compiled,
             name=self._name,
             origin=Origin("compiled", lowering.secs + secs),
-            lowered=lowering.lowered,
-            code=lowering.code,
+            lowering=lowering,
             static=call.static,
             context=call.context,
             placements=call.placements,
             environment=environment,
             from_persistent_cache=_cache_hits.count() > hits,
         )
+        if self._platforms is not None:
+            executable.export(self._platforms)
         return Entry(compiled, trees.Result(compiled.out_tree, None))
-
-
-@dataclasses.dataclass
-class Lowering:
-    """A call traced and lowered, with the fingerprint of the code that was traced."""
-
-    lowered: jax.stages.Lowered
-    code: m.Code
-    secs: float
-    compile_secs: float = 0.0
 
 
 def _as_code(fingerprint: Any) -> m.Code:

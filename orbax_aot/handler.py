@@ -8,11 +8,12 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jaxlib
+import msgspec
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
@@ -134,6 +135,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
                 functions={name: _executables_of(fn, name) for name, fn in args.fns.items()},
                 state=state_lib.take_snapshot(args.item),
                 kind="functions" if args.item is None else "state",
+                portable=args.portable,
             )
         except Exception:
             logging.exception("orbax_aot: no executables in this save; the state is saved.")
@@ -225,6 +227,7 @@ class _Snapshot:
     functions: dict[str, tuple[functions_lib.Executable, ...]]
     state: state_lib.Snapshot | None
     kind: str
+    portable: bool | Sequence[str]
 
 
 class _Saving:
@@ -250,7 +253,8 @@ class _Saving:
             functions[name] = self._write_function(store, tables, name, executables)
         state = state_lib.describe(self._snapshot.state, tables)
         store.write_manifest(
-            m.Body(
+            msgspec.structs.replace(
+                tables.body(),
                 created_by={
                     "orbax_aot": __version__,
                     "jax": jax.__version__,
@@ -259,9 +263,6 @@ class _Saving:
                 },
                 kind=self._snapshot.kind,
                 state=state,
-                meshes=tuple(tables.meshes),
-                shardings=tuple(tables.shardings),
-                layouts=tuple(tables.layouts),
                 functions=functions,
             )
         )
@@ -310,7 +311,7 @@ class _Saving:
 
         def work() -> None:
             try:
-                result.set_result(executable.pack())
+                result.set_result(executable.pack(self._snapshot.portable))
             except BaseException as e:
                 result.set_exception(e)
 
@@ -337,25 +338,27 @@ class _Restoring:
         self._restored: dict[str, restored_lib.RestoredFunction] = {}
         self._machine: plan_lib.Machine | None = None
         self._devices: tuple[Any, ...] = ()
+        self._mesh: jax.sharding.Mesh | None = None
 
     def start(self) -> None:
         """Reads the manifest, decides, and starts to load."""
-        args = self._args
-        problem = None
-        if not is_off():
-            problem = self._read_manifest()
         try:
-            self._live = {name: functions_lib.as_aot_function(fn) for name, fn in args.live.items()}
+            self._live = {
+                name: functions_lib.as_aot_function(fn) for name, fn in self._args.live.items()
+            }
+            problem = None if is_off() else self._read_manifest()
             plans = self._decide(problem)
+            self._restored = {name: self._prepare(name, plan) for name, plan in plans.items()}
         except Exception as e:
             logging.exception("%s: functions are not restored; the state is.", self._store.folder)
             reason = Reason(ReasonCode.LOAD_FAILED, f"{type(e).__name__}: {e}"[:300])
-            names = args.names or tuple(self._saved_names())
-            plans = {
-                name: plan_lib.FunctionPlan((), (reason,), name in self._live) for name in names
+            names = self._args.names or tuple(self._saved_names())
+            self._restored = {
+                name: self._prepare(
+                    name, plan_lib.FunctionPlan((), (reason,), name in self._args.live)
+                )
+                for name in names
             }
-        for name, plan in plans.items():
-            self._restored[name] = self._prepare(name, plan)
         for function in self._restored.values():
             function.start()
 
@@ -378,6 +381,7 @@ class _Restoring:
     def _decide(self, problem: Reason | None) -> dict[str, plan_lib.FunctionPlan]:
         args = self._args
         mesh = args.mesh if args.mesh is not None else topology.mesh_of_tree(args.item)
+        self._mesh = mesh
         anchor = args.devices or (None if mesh is None else tuple(mesh.devices.flat))
         client = anchor[0].client if anchor else None
         self._machine = topology.describe_machine(client)
@@ -420,24 +424,42 @@ class _Restoring:
             zip(function.signatures, plan.decisions, strict=True)
         ):
             devices = tuple(self._devices[j] for j in decision.assignment or ())
-            read = self._reader(body, function, signature, decision)
+            saved = artifact_lib.SavedSignature(self._store, body, function, signature)
+            place = self._rebuild_place(signature)
             restored.signatures.append(
-                restored_lib.RestoredSignature(
-                    restored, i, signature, body, decision, devices, read
-                )
+                restored_lib.RestoredSignature(restored, i, saved, decision, devices, place)
             )
         return restored
 
-    def _reader(
-        self,
-        body: m.Body,
-        function: m.Function,
-        signature: m.Signature,
-        decision: plan_lib.Decision,
-    ) -> Callable[[], artifact_lib.Artifact]:
-        return lambda: artifact_lib.read(
-            self._store, body, function, signature, decision.variant or 0
-        )
+    def _rebuild_place(self, signature: m.Signature) -> restored_lib.RebuildPlace:
+        """Returns where a program that fits nowhere as it is would be rebuilt.
+
+        On the mesh that is asked for; else on a mesh as it was saved, where there are enough devices; else on one.
+        """
+        assert self._manifest is not None and self._machine is not None
+        mesh = self._mesh
+        if mesh is not None:
+            return restored_lib.RebuildPlace(mesh, tuple(mesh.devices.flat))
+        given = self._args.devices
+        local = [
+            d
+            for d, process in zip(self._devices, self._machine.topology.processes, strict=True)
+            if process == self._machine.process
+        ]
+        devices = tuple(given or local)
+        saved = plan_lib.find_main_mesh(signature, self._manifest.body)
+        if saved is not None and (
+            len(given) == saved.size if given else len(devices) >= saved.size
+        ):
+            return restored_lib.RebuildPlace(state_lib.make_mesh(saved, devices), devices)
+        if given and len(given) > 1 and saved is not None:
+            reason = Reason(
+                ReasonCode.DEVICE_COUNT,
+                f"for {saved.size} devices",
+                f"{len(given)} devices; pass mesh= to say how to use them",
+            )
+            return restored_lib.RebuildPlace(reason=reason)
+        return restored_lib.RebuildPlace(None, devices[:1])
 
     def require_fit(self) -> None:
         """Raises unless each function was loaded or remapped, or is pending; waits for loads."""
@@ -467,14 +489,28 @@ class _Restoring:
 
     def _placements(self) -> state_lib.Placements:
         args = self._args
-        meshes = []
-        for restored in self._restored.values():
-            for signature in restored.signatures:
-                if signature.devices and signature.variant is not None:
-                    meshes.append((signature.variant, signature.devices))
-        return state_lib.Placements(
-            mesh=args.mesh, devices=args.devices, programs=tuple(meshes), fallback=self._devices
+        programs = tuple(
+            program
+            for restored in self._restored.values()
+            for signature in restored.signatures
+            if (program := self._program(signature)) is not None
         )
+        return state_lib.Placements(
+            mesh=args.mesh, devices=args.devices, programs=programs, fallback=self._devices
+        )
+
+    def _program(self, restored: restored_lib.RestoredSignature) -> state_lib.Program | None:
+        """Returns how a signature will run here, as far as it is decided; None where nothing saved runs."""
+        variant, signature = restored.variant, restored.signature
+        if variant is not None and restored.devices:
+            return state_lib.Program(signature, variant, devices=restored.devices)
+        if restored.verdict is not Verdict.REBUILT or restored.place.mesh is None:
+            return None
+        assert self._manifest is not None
+        main = plan_lib.find_main_variant(signature, self._manifest.body)
+        if main is None:
+            return None
+        return state_lib.Program(signature, main, mesh=restored.place.mesh)
 
     def give_weak_types(self, state: Any) -> Any:
         """Returns the state with the weak types it was saved with, where it comes back strong."""
@@ -524,6 +560,8 @@ class AotSave(ocp.args.CheckpointArgs):
       fns: maps names to `AotFunction`, `Executable` or `jax.stages.Compiled`.
       save_args: as in `StandardSave`.
       custom_metadata: as in `StandardSave`.
+      portable: also store StableHLO, from which other machines and meshes are served without the source; or for which
+        platforms, as `jax.export` names them.
 
     Raises:
       TypeError: `fns` holds something else; at construction, not during the save.
@@ -533,8 +571,16 @@ class AotSave(ocp.args.CheckpointArgs):
     fns: Mapping[str, Any] | None = dataclasses.field(default=None, kw_only=True)
     save_args: Any = dataclasses.field(default=None, kw_only=True)
     custom_metadata: Any = dataclasses.field(default=None, kw_only=True)
+    portable: bool | Sequence[str] = dataclasses.field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.portable, bool):
+            if isinstance(self.portable, str) or not all(isinstance(p, str) for p in self.portable):
+                raise TypeError(
+                    "AotSave(portable=...) is True, False or a sequence of platforms such as ('cpu', 'tpu'); "
+                    f"got {self.portable!r}."
+                )
+            self.portable = tuple(self.portable)
         if self.fns is None:
             return
         if not isinstance(self.fns, Mapping):
@@ -608,8 +654,8 @@ class AotRestore(ocp.args.CheckpointArgs):
                     )
                 if isinstance(fn, functions_lib.Executable | jax.stages.Compiled):
                     raise TypeError(
-                        f"AotRestore(fns={{{name!r}: ...}}): a compiled function is no live function; pass the function "
-                        "it was compiled from, or the name alone."
+                        f"AotRestore(fns={{{name!r}: ...}}): a compiled function is no live function; pass the "
+                        "function it was compiled from, or the name alone."
                     )
             self.fns = dict(self.fns)
         elif isinstance(self.fns, Sequence) and not isinstance(self.fns, str | bytes):

@@ -28,7 +28,7 @@ class _Struct(msgspec.Struct, frozen=True, omit_defaults=True):
     pass
 
 
-class Mesh(_Struct, kw_only=True):
+class Mesh(_Struct, frozen=True, kw_only=True):
     """Named axes over device positions; `positions` index the variant's device list, row-major over the axes."""
 
     axes: tuple[tuple[str, int], ...]
@@ -44,13 +44,13 @@ class Mesh(_Struct, kw_only=True):
         return size
 
 
-class Unconstrained(_Struct, kw_only=True, forbid_unknown_fields=True):
+class Unconstrained(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A dimension whose sharding is left to the compiler (`PartitionSpec.UNCONSTRAINED`)."""
 
     unconstrained: bool
 
 
-class Sharding(_Struct, kw_only=True):
+class Sharding(_Struct, frozen=True, kw_only=True):
     """One of three: named (`mesh`, `spec`), one device (`device`), or an HLO sharding (`hlo`, `positions`)."""
 
     mesh: int | None = None
@@ -64,7 +64,7 @@ class Sharding(_Struct, kw_only=True):
     memory: str | None = None
 
 
-class Layout(_Struct, kw_only=True):
+class Layout(_Struct, frozen=True, kw_only=True):
     """A device-local layout: dimensions from major to minor, and tiles."""
 
     order: tuple[int, ...]
@@ -72,7 +72,7 @@ class Layout(_Struct, kw_only=True):
     bits: int = 0
 
 
-class Leaf(_Struct, kw_only=True):
+class Leaf(_Struct, frozen=True, kw_only=True):
     """One array (or token, or ref) that goes in or comes out."""
 
     path: str
@@ -87,7 +87,7 @@ class Leaf(_Struct, kw_only=True):
     layout: int | None = None  # layout of the aval, where it has one
 
 
-class Topology(_Struct, kw_only=True):
+class Topology(_Struct, frozen=True, kw_only=True):
     """Devices, in the order of the device assignment (a variant) or of the client (a machine)."""
 
     platform: str
@@ -101,7 +101,7 @@ class Topology(_Struct, kw_only=True):
     processes: tuple[int, ...]
 
 
-class Environment(_Struct, kw_only=True):
+class Environment(_Struct, frozen=True, kw_only=True):
     """The software and settings an executable depends on."""
 
     jax: str
@@ -112,7 +112,7 @@ class Environment(_Struct, kw_only=True):
     options: dict[str, Any]
 
 
-class File(_Struct, kw_only=True):
+class File(_Struct, frozen=True, kw_only=True):
     """A compressed file and the digests of its stored and of its raw bytes."""
 
     file: str
@@ -123,7 +123,7 @@ class File(_Struct, kw_only=True):
     codec: str
 
 
-class Constant(File, kw_only=True):
+class Constant(File, frozen=True, kw_only=True):
     """A constant that the program takes as a hidden leading argument."""
 
     shape: tuple[int, ...]
@@ -133,7 +133,7 @@ class Constant(File, kw_only=True):
     weak_type: bool = False
 
 
-class Layouts(_Struct, kw_only=True):
+class Layouts(_Struct, frozen=True, kw_only=True):
     """Indices into the layout table, one for each kept input or each output; null: the default."""
 
     inputs: tuple[int | None, ...] = ()
@@ -141,7 +141,7 @@ class Layouts(_Struct, kw_only=True):
     outputs: tuple[int | None, ...] = ()
 
 
-class Variant(File, kw_only=True):
+class Variant(File, frozen=True, kw_only=True):
     """One executable of a signature: for one topology and environment."""
 
     topology: Topology
@@ -167,7 +167,7 @@ class Variant(File, kw_only=True):
     memory: dict[str, int]
 
 
-class Code(_Struct, kw_only=True):
+class Code(_Struct, frozen=True, kw_only=True):
     """Fingerprints of the Python code: of the function alone, and of a call with its arguments' static parts."""
 
     fingerprint: str
@@ -175,20 +175,20 @@ class Code(_Struct, kw_only=True):
     undecidable: tuple[str, ...]
 
 
-class Portable(File, kw_only=True):
+class Portable(File, frozen=True, kw_only=True):
     """The StableHLO of a signature, as `jax.export` serializes it, with flat arguments and results."""
 
     platforms: tuple[str, ...]
 
 
-class Absent(_Struct, kw_only=True):
+class Absent(_Struct, frozen=True, kw_only=True):
     """Why something was not saved: a reason code and a sentence."""
 
     code: str
     detail: str
 
 
-class Signature(_Struct, kw_only=True):
+class Signature(_Struct, frozen=True, kw_only=True):
     """One way of calling a function: its arguments and results by key path, and what was compiled for them."""
 
     folder: str
@@ -205,7 +205,7 @@ class Signature(_Struct, kw_only=True):
     absent: Absent | None = None
 
 
-class Function(_Struct, kw_only=True):
+class Function(_Struct, frozen=True, kw_only=True):
     """A saved function, or the reason why it was not saved."""
 
     folder: str = ""
@@ -213,7 +213,7 @@ class Function(_Struct, kw_only=True):
     absent: Absent | None = None
 
 
-class StateLeaf(_Struct, kw_only=True):
+class StateLeaf(_Struct, frozen=True, kw_only=True):
     """What Orbax does not keep of an array of the state."""
 
     sharding: int | None
@@ -275,6 +275,14 @@ class Tables:
 
     def add_layout(self, layout: Layout) -> int:
         return self._index(self.layouts, layout)
+
+    def body(self) -> Body:
+        """Returns a body that holds these tables and nothing else."""
+        return Body(
+            meshes=tuple(self.meshes),
+            shardings=tuple(self.shardings),
+            layouts=tuple(self.layouts),
+        )
 
     def adopt_signature(self, signature: Signature, body: Body) -> Signature:
         """Returns `signature` of another manifest `body` with its table indices moved into these tables."""

@@ -141,7 +141,7 @@ def decide_signature(
     fitting: list[Decision] = []
     unfit: list[tuple[Reason, ...]] = []
     for index, variant in enumerate(signature.variants):
-        reasons, assignment = _judge_variant(variant, body, machine, request, want)
+        reasons, assignment = _judge_variant(variant, signature, body, machine, request, want)
         if reasons:
             unfit.append(reasons)
             continue
@@ -159,7 +159,14 @@ def decide_signature(
         fallback = (Reason(ReasonCode.NOT_SAVED, "no executable of this signature"),)
         reasons = min(unfit, key=len) if unfit else fallback
         return _without_executable(signature, reasons, machine, want)
-    best = min(fitting, key=lambda d: d.verdict.rank)
+    asked = len(request.devices or request.positions)
+
+    def merit(decision: Decision) -> tuple[bool, int, int]:
+        """The variant for as many devices as are asked for, else the widest; then the one that needs no moving."""
+        count = len(decision.assignment or ())
+        return count == asked, count, -decision.verdict.rank
+
+    best = max(fitting, key=merit)
     assert best.variant is not None
     return _judge_code(best, signature, signature.variants[best.variant], request, want)
 
@@ -223,7 +230,12 @@ def find_code_difference(saved: m.Code | None, here: m.Code | None) -> Reason | 
 
 
 def _judge_variant(
-    variant: m.Variant, body: m.Body, machine: Machine, request: Request, want: Wanted
+    variant: m.Variant,
+    signature: m.Signature,
+    body: m.Body,
+    machine: Machine,
+    request: Request,
+    want: Wanted,
 ) -> tuple[tuple[Reason, ...], tuple[int, ...]]:
     """Returns all reasons against a variant, and its devices where there are none."""
     here = machine.topology
@@ -235,7 +247,7 @@ def _judge_variant(
             reasons.append(Reason(code, str(there), str(now)))
 
     differ(ReasonCode.PLATFORM, saved.platform, here.platform)
-    placed, assignment = _place(variant, body, machine, request)
+    placed, assignment = _place(variant, signature, body, machine, request)
     if placed is not None:
         reasons.append(placed)
     if saved.platform == here.platform:
@@ -281,7 +293,7 @@ def _dict_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple
 
 
 def _place(
-    variant: m.Variant, body: m.Body, machine: Machine, request: Request
+    variant: m.Variant, signature: m.Signature, body: m.Body, machine: Machine, request: Request
 ) -> tuple[Reason | None, tuple[int, ...]]:
     """Finds the devices for a variant: by mesh, by device list, else the first that hold it."""
     saved, here = variant.topology, machine.topology
@@ -304,6 +316,11 @@ def _place(
         count > 1 or any(mesh.axes == request.mesh for mesh in meshes)
     ):
         return _place_on_mesh(count, meshes, request)
+    if count == 1 and len(request.positions) > 1 and find_main_mesh(signature, body) is not None:
+        # A program over a mesh of which there also is a variant for one device.
+        return _count_reason(count, len(request.positions)), ()
+    if count == 1 and len(request.positions) == 1:
+        return None, request.positions
     if count == 1 and request.single is not None:
         return None, (request.single,)
     if count <= len(local):
@@ -327,6 +344,20 @@ def _meshes_of(variant: m.Variant, body: m.Body) -> list[m.Mesh]:
             if mesh.positions is not None and mesh.size == variant.topology.count:
                 found[mesh_index] = mesh
     return list(found.values())
+
+
+def find_main_variant(signature: m.Signature, body: m.Body) -> m.Variant | None:
+    """Returns the first variant of a signature that runs over a mesh of several devices; None without one."""
+    for variant in signature.variants:
+        if variant.topology.count > 1 and _meshes_of(variant, body):
+            return variant
+    return None
+
+
+def find_main_mesh(signature: m.Signature, body: m.Body) -> m.Mesh | None:
+    """Returns the mesh that a signature was compiled for; None where it was compiled for one device or for none."""
+    variant = find_main_variant(signature, body)
+    return None if variant is None else _meshes_of(variant, body)[0]
 
 
 def _place_on_mesh(

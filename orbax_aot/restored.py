@@ -7,7 +7,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from orbax_aot import functions as functions_lib
 from orbax_aot import manifest as m
 from orbax_aot import plan as plan_lib
 from orbax_aot import trees
+from orbax_aot._jax import compiled as compiled_lib
 from orbax_aot._jax import dispatch, values
 from orbax_aot.errors import (
     CorruptArtifactError,
@@ -30,6 +31,9 @@ from orbax_aot.report import ALARMING, FunctionReport, Reason, ReasonCode, Resto
 _loaders = concurrent.futures.ThreadPoolExecutor(
     max_workers=max(2, min(8, os.cpu_count() or 2)), thread_name_prefix="orbax_aot_load"
 )
+
+
+_SHOWN = 5  # differences that a message lists
 
 
 @dataclasses.dataclass
@@ -47,18 +51,19 @@ class RestoredSignature:
         self,
         owner: RestoredFunction,
         index: int,
-        signature: m.Signature,
-        body: m.Body,
+        saved: artifact_lib.SavedSignature,
         decision: plan_lib.Decision,
         devices: tuple[Any, ...],
-        read: Callable[[], artifact_lib.Artifact],
+        place: RebuildPlace,
     ):
-        """`devices` are those of the decision's assignment, in order; `read` reads the stored bytes."""
+        """`devices` are those of the decision's assignment, in order; `place` is where to rebuild otherwise."""
         self.owner = owner
-        self.signature = signature
-        self.body = body
+        self.saved = saved
+        self.signature = saved.signature
+        self.body = saved.body
         self.decision = decision
         self.devices = devices
+        self.place = place
         self.verdict = decision.verdict
         self.reasons = decision.reasons
         self.checked_by = ""
@@ -67,9 +72,9 @@ class RestoredSignature:
         self.artifact: artifact_lib.Artifact | None = None
         self.executable: functions_lib.Executable | None = None
         self._where = f"{owner.name}/{index}"
-        self._read = read
         self._lock = threading.RLock()
-        self._decoder = values.Decoder(body, devices) if devices else None
+        self._decoder = values.Decoder(saved.body, devices) if devices else None
+        self._rebuilt: jax.stages.Compiled | None = None
         self._programs: dict[tuple[Any, ...], LoadedProgram] = {}
         self._loading: concurrent.futures.Future[None] | None = None
 
@@ -86,15 +91,26 @@ class RestoredSignature:
 
     # -- loading -------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Starts to load in the background, where there is something to load."""
-        if self.variant is not None:
-            self._loading = _loaders.submit(self._load_first)
+    @property
+    def is_usable(self) -> bool:
+        """Whether there is something to run, as far as is known yet."""
+        return self.variant is not None or self._rebuilt is not None
 
-    def _load_first(self) -> None:
+    def start(self) -> None:
+        """Starts to load or to rebuild in the background, where there is something to."""
+        if self.variant is not None or self.verdict is Verdict.REBUILT:
+            self._loading = _loaders.submit(self._load_or_rebuild)
+
+    def _load_or_rebuild(self) -> None:
+        if self.variant is not None:
+            self._load()
+        if self.variant is None and not self.owner.live and self.signature.portable is not None:
+            self._rebuild()
+
+    def _load(self) -> None:
         try:
             start = time.perf_counter()
-            self.artifact = self._read()
+            self.artifact = self.saved.read_variant(self.decision.variant or 0)
             serialized = self.artifact.unpack(self._where)
             self.nbytes = len(serialized.payload)
             if not self.needs_lowering:
@@ -113,6 +129,55 @@ class RestoredSignature:
             )
             self.give_up(Reason(code, _one_line(e)))
 
+    def _rebuild(self) -> None:
+        """Compiles the saved StableHLO for where it is to run here. Traces nothing of the user's."""
+        from orbax_aot import portable as portable_lib
+
+        start = time.perf_counter()
+        try:
+            if self.place.reason is not None:
+                return self.give_up(self.place.reason)
+            program = portable_lib.PortableProgram.parse(self.saved.read_portable())
+            if (why := self._find_other_program(program)) is not None:
+                return self.give_up(Reason(ReasonCode.CORRUPT, why))
+            donated = [i for i, leaf in enumerate(self.signature.inputs) if leaf.donated]
+            one_device = program.mesh_axes is None and program.nr_devices == 1
+            mesh = None if one_device else self.place.mesh
+            compiled = program.compile(mesh, self.place.devices, donated=donated)
+        except portable_lib.PortableError as e:
+            code = ReasonCode.__members__.get(e.obstacle.code, ReasonCode.NEEDS_SOURCE)
+            return self.give_up(Reason(code, e.obstacle.detail))
+        except Exception as e:
+            code = (
+                ReasonCode.CORRUPT
+                if isinstance(e, CorruptArtifactError)
+                else ReasonCode.LOAD_FAILED
+            )
+            return self.give_up(Reason(code, _one_line(e)))
+        with self._lock:
+            self._rebuilt = compiled
+            self.devices = compiled_lib.devices_of(compiled)
+            self.verdict = Verdict.REBUILT
+            self.secs += time.perf_counter() - start
+        jax.monitoring.record_event_duration_secs(
+            "/jax/orbax_aot/restore/rebuild_secs",
+            time.perf_counter() - start,
+            function=self.owner.name,
+        )
+        self.owner.announce(Verdict.REBUILT, self.reasons, self.secs)
+
+    def _find_other_program(self, program: Any) -> str | None:
+        """Returns how the StableHLO is not that of this signature; None where it is."""
+        for what, avals, leaves in (
+            ("argument", program.in_avals, self.signature.inputs),
+            ("result", program.out_avals, self.signature.outputs),
+        ):
+            found = [(tuple(a.shape), values.describe_dtype(a.dtype)) for a in avals]
+            expected = [(leaf.shape, leaf.dtype) for leaf in leaves]
+            if found != expected:
+                return f"the StableHLO has other {what}s than the manifest"
+        return None
+
     def wait(self) -> None:
         """Waits for the background load, if there is one."""
         if self._loading is not None:
@@ -125,6 +190,7 @@ class RestoredSignature:
             self.reasons = (*self.reasons, *reasons)
             self.verdict = Verdict.RECOMPILED if self.owner.live else Verdict.REFUSED
             self._programs.clear()
+            self._rebuilt = None
 
     def program_on(
         self, devices: tuple[Any, ...], lowered: jax.stages.Lowered | None = None
@@ -157,24 +223,28 @@ class RestoredSignature:
         except SignatureError as e:
             return Match(str(e))
         weakly = False
+        differences = []
         for i, leaf in enumerate(signature.inputs):
-            at = i if order is None else order[i]
-            aval = call.avals[at]
-            if leaf.kind == "token":
-                continue
-            inner = getattr(aval, "inner_aval", aval)
-            found = (tuple(inner.shape), _dtype_name(inner.dtype))
-            if found != (leaf.shape, leaf.dtype):
-                return Match(
-                    f"{leaf.path}: saved {leaf.dtype}{list(leaf.shape)}, now {found[1]}{list(found[0])}"
-                )
-            if (types := self._explicit_types(leaf, inner)) is not None:
-                return Match(f"{leaf.path}: saved {types[0]}, now {types[1]}")
-            weakly |= leaf.weak_type != bool(inner.weak_type)
-        if self._decoder is not None:
-            if (why := self._find_misplaced(call, order)) is not None:
-                return Match(why)
+            aval = call.avals[i if order is None else order[i]]
+            if leaf.kind != "token":
+                aval = getattr(aval, "inner_aval", aval)
+                differences += self._type_differences(leaf, aval)
+                weakly |= leaf.weak_type != bool(aval.weak_type)
+        if self.is_usable:
+            differences += self._find_misplaced(call, order)
+        if differences:
+            more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+            return Match("; ".join(differences[:_SHOWN]) + more)
         return Match(weakly=weakly)
+
+    def _type_differences(self, leaf: m.Leaf, aval: Any) -> list[str]:
+        found = (tuple(aval.shape), values.describe_dtype(aval.dtype))
+        if found != (leaf.shape, leaf.dtype):
+            saved, now = list(leaf.shape), list(found[0])
+            return [f"{leaf.path}: saved as {leaf.dtype}{saved}, now {found[1]}{now}"]
+        if (types := self._explicit_types(leaf, aval)) is not None:
+            return [f"{leaf.path}: saved as {types[0]}, now {types[1]}"]
+        return []
 
     def _explicit_types(self, leaf: m.Leaf, aval: Any) -> tuple[str, str] | None:
         """Returns the shardings in two types that differ in explicit mesh axes; None where they agree."""
@@ -194,32 +264,38 @@ class RestoredSignature:
             now = f"{sharding.spec} over {axes}"
         return None if saved == now else (saved or "no explicit sharding", now or "none")
 
-    def _find_misplaced(self, call: functions_lib.Call, order: Sequence[int] | None) -> str | None:
-        """Returns which argument lies elsewhere than the executable expects it; None where none does."""
-        variant = self.variant
-        assert variant is not None and self._decoder is not None
+    def _find_misplaced(self, call: functions_lib.Call, order: Sequence[int] | None) -> list[str]:
+        """Returns which arguments lie elsewhere than the executable expects them."""
         if self.decision.movable:
             asked = {d for p in call.placements if p is not None for d in p.device_set}
-            return None if len(asked) < 2 else f"runs on one device, got arrays on {len(asked)}"
-        n_constants = len(variant.constants)
-        for k, index in enumerate(variant.kept):
-            i = index - n_constants
-            if i < 0:
-                continue
-            leaf = self.signature.inputs[i]
-            at = i if order is None else order[i]
-            placement = call.placements[at]
-            expected = self._decoder.sharding(variant.in_shardings[k])
+            return [] if len(asked) < 2 else [f"runs on one device, got arrays on {len(asked)}"]
+        misplaced = []
+        for i, expected in enumerate(self._expected_shardings()):
             if not hasattr(expected, "is_equivalent_to"):
                 continue
-            ndim = len(leaf.shape)
+            leaf = self.signature.inputs[i]
+            placement = call.placements[i if order is None else order[i]]
             if placement is not None:
-                if not _equivalent(placement, expected, ndim):
-                    return f"{leaf.path}: expects {expected}, got {placement}"
+                if not _equivalent(placement, expected, len(leaf.shape)):
+                    misplaced.append(
+                        f"{leaf.path}: expected on {_show(expected)}, got on {_show(placement)}"
+                    )
             elif self.owner.live and leaf.sharding is not None and not expected.is_fully_replicated:
                 # jit would compile another program, in which XLA chooses where this argument lies.
-                return f"{leaf.path}: expects {expected}, got an array on no device"
-        return None
+                misplaced.append(f"{leaf.path}: expected on {_show(expected)}, got on no device")
+        return misplaced
+
+    def _expected_shardings(self) -> list[Any]:
+        """Returns where each input is expected, flat; None where it is unused or open."""
+        if self._rebuilt is not None:
+            return compiled_lib.argument_shardings(self._rebuilt)
+        variant = self.variant
+        assert variant is not None and self._decoder is not None
+        expected: list[Any] = [None] * len(self.signature.inputs)
+        for index, sharding in zip(variant.kept, variant.in_shardings, strict=True):
+            if index >= len(variant.constants):
+                expected[index - len(variant.constants)] = self._decoder.sharding(sharding)
+        return expected
 
     def has_context(self, call: functions_lib.Call) -> Reason | None:
         """Returns how the thread's trace context differs from that at the time of compiling; None where equal."""
@@ -243,7 +319,6 @@ class RestoredSignature:
         cannot be told from there raises `trees.UnknownNode`.
         """
         signature = self.signature
-        devices = (call.device,) if self.decision.movable else self.devices
         saved_paths = [leaf.path for leaf in signature.inputs]
         if lowered is not None:
             order = trees.find_order(saved_paths, call.paths)
@@ -258,6 +333,9 @@ class RestoredSignature:
                 exact=exact,
             )
             order, result = binding.order, binding.result
+        if self._rebuilt is not None:
+            return functions_lib.Entry(self._rebuilt, result, order)
+        devices = (call.device,) if self.decision.movable else self.devices
         program = self.program_on(devices, lowered if self.needs_lowering else None)
         if program is None:
             return None
@@ -272,24 +350,55 @@ class RestoredSignature:
         self.verdict = Verdict.LOADED if same else Verdict.REMAPPED
 
     def as_executable(self) -> functions_lib.Executable | None:
-        """Returns the loaded executable, with the original bytes for saving again; None where there is none."""
+        """Returns the executable for saving again: with its original bytes, and what was saved beside them.
+
+        None where there is none.
+        """
         self.wait()
         with self._lock:
-            if self.variant is None or self.artifact is None or not self._programs:
+            if self.executable is not None and self.is_usable:
+                return self.executable
+            if self._rebuilt is not None:
+                compiled, artifact = self._rebuilt, None
+            elif self._programs and self.artifact is not None:
+                compiled, artifact = next(iter(self._programs.values())).flat(), self.artifact
+            else:
                 return None
-            if self.executable is None:
-                program = next(iter(self._programs.values()))
-                self.executable = functions_lib.Executable(
-                    program.flat(),
-                    name=self.owner.name,
-                    origin=functions_lib.Origin(self.verdict.value, self.secs, self.nbytes),
-                    artifact=self.artifact,
-                )
+            self.executable = functions_lib.Executable(
+                compiled,
+                name=self.owner.name,
+                origin=functions_lib.Origin(self.verdict.value, self.secs, self.nbytes),
+                artifact=artifact,
+                complete=self._complete,
+            )
             return self.executable
 
+    def _complete(self, artifact: artifact_lib.Artifact) -> artifact_lib.Artifact:
+        """Returns what is to be saved: the variant at hand, told as it was saved, with its companions."""
+        if self._rebuilt is not None:  # a new variant of the signature as it was saved
+            artifact = artifact.as_variant_of(self.signature, self.body)
+        return self.saved.complete(artifact, skip=self.decision.variant)
 
-def _dtype_name(dtype: Any) -> str:
-    return values.describe_dtype(dtype)
+
+@dataclasses.dataclass(frozen=True)
+class RebuildPlace:
+    """Where a program without a fitting executable is rebuilt: on `mesh`, or on the first of `devices`.
+
+    `reason` says why there is no such place.
+    """
+
+    mesh: jax.sharding.Mesh | None = None
+    devices: tuple[Any, ...] = ()
+    reason: Reason | None = None
+
+
+def _show(sharding: Any) -> str:
+    """Returns a sharding as people compare two: spec, axes, devices."""
+    devices = ",".join(str(d.id) for d in sharding._device_assignment)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        axes = "x".join(f"{n}={s}" for n, s in sharding.mesh.shape.items())
+        return f"{sharding.spec} over {axes} (devices {devices})"
+    return f"{type(sharding).__name__} (devices {devices})"
 
 
 def _equivalent(placement: Any, expected: Any, ndim: int) -> bool:
@@ -566,7 +675,7 @@ class SavedFunction(functions_lib.DirectCall):
     def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         restored = self._restored
         restored.wait()
-        usable = [s for s in restored.signatures if s.variant is not None]
+        usable = [s for s in restored.signatures if s.is_usable]
         if not usable:
             reasons = "; ".join(map(str, restored.report().reasons)) or "nothing was saved of it"
             raise IncompatibleExecutableError(
@@ -627,7 +736,7 @@ class SavedFunction(functions_lib.DirectCall):
                 return entry
         if not problems:
             return self._miss_again()
-        listed = "\n  ".join(problems[:3])
+        listed = "\n  ".join(dict.fromkeys(problems[:_SHOWN]))
         raise SignatureError(
             f"{self._restored.name}: the arguments match none of {len(usable)} saved signatures:\n  {listed}"
         )

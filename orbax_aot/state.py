@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -96,41 +96,104 @@ def single_device_of(item: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class Program:
+    """A function as it will run here: the saved shardings of `variant`, on `devices`, or adapted to `mesh`.
+
+    `devices` are in the order of the device assignment; with `mesh` the program is rebuilt there.
+    """
+
+    signature: m.Signature
+    variant: m.Variant
+    devices: tuple[Any, ...] = ()
+    mesh: jax.sharding.Mesh | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Placements:
     """Where arrays can go: what the caller asked for, and the programs that will take them.
 
-    `programs` holds variants with their devices in the order of the device assignment; `fallback` is all devices.
+    `fallback` is all devices.
     """
 
     mesh: jax.sharding.Mesh | None
     devices: tuple[Any, ...] | None
-    programs: tuple[tuple[m.Variant, tuple[Any, ...]], ...]
+    programs: tuple[Program, ...]
     fallback: tuple[Any, ...]
 
 
 def make_target(metadata: Any, body: m.Body, placements: Placements) -> Any:
-    """Makes a target of the checkpoint's metadata, with arrays where the loaded programs expect them.
+    """Makes a target of the checkpoint's metadata, with arrays where the programs expect them.
 
-    Arrays that were saved on a mesh go to the mesh of the same axes that a program was placed on, else to the
-    requested mesh as far as their sizes divide, else they are spread over no mesh: one device.
+    An array that no program takes goes where it was when saved: to the mesh of this job that stands for the saved
+    one, as far as its sizes divide, else to one device.
     """
     meshes: dict[int, jax.sharding.Mesh | None] = {}
     one = _one_device(placements)
+    expected = _expected_shardings(body, placements)
 
     def place(path: Any, leaf: Any) -> Any:
+        name = trees.join(path)
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-        saved = body.state.get(trees.join(path))
+        saved = body.state.get(name)
         if type(leaf).__name__ != "ArrayMetadata" or shape is None or dtype is None:
             return _plain_target(leaf)
-        if saved is None or saved.sharding is None:
-            if saved is None:
-                return np.empty(shape, dtype)
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(one))
-        sharding = _place(body, saved.sharding, meshes, placements, tuple(shape), one)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        if saved is None:  # it was saved as a numpy array
+            return np.empty(shape, dtype)
+        sharding = None
+        if saved.sharding is not None:
+            sharding = _place(body, saved.sharding, meshes, placements, tuple(shape), one)
+        wanted = expected.get(name, [])
+        if wanted and sharding not in wanted:
+            sharding = wanted[0]
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or SingleDeviceSharding(one))
 
     tree = getattr(metadata, "tree", metadata)
     return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def _expected_shardings(body: m.Body, placements: Placements) -> dict[str, list[Any]]:
+    """Returns where programs expect the arrays of the state, by the state's paths; one entry for each program.
+
+    A program takes the whole state as one argument, or a part of it such as the parameters; the whole goes first.
+    """
+    whole: dict[str, list[Any]] = {}
+    part: dict[str, list[Any]] = {}
+    parts_of: dict[str, list[str]] = {}
+    for path in body.state:
+        parts_of.setdefault(path.partition("/")[2], []).append(path)
+    for program in placements.programs:
+        for leaf_path, sharding in _input_shardings(body, program):
+            below = leaf_path.partition("/")[2]
+            if below in body.state:
+                whole.setdefault(below, []).append(sharding)
+            elif len(parts_of.get(below, ())) == 1:
+                part.setdefault(parts_of[below][0], []).append(sharding)
+    return {**part, **whole}
+
+
+def _input_shardings(body: m.Body, program: Program) -> list[tuple[str, Any]]:
+    """Returns the path and the sharding here of each input a program uses, where that can be told."""
+    decoder = values.Decoder(body, program.devices)
+    found = []
+    for index, sharding_index in zip(
+        program.variant.kept, program.variant.in_shardings, strict=True
+    ):
+        i = index - len(program.variant.constants)
+        if i < 0 or sharding_index is None:
+            continue
+        leaf = program.signature.inputs[i]
+        saved = body.shardings[sharding_index]
+        if program.mesh is not None:
+            if saved.mesh is None:
+                continue
+            spec = _fitting_spec(values.make_spec(saved), program.mesh, leaf.shape)
+            sharding = NamedSharding(program.mesh, spec, memory_kind=saved.memory)
+        elif saved.mesh is not None or saved.device is not None:
+            sharding = decoder.sharding(sharding_index)
+        else:
+            continue
+        found.append((leaf.path, sharding))
+    return found
 
 
 def _plain_target(leaf: Any) -> Any:
@@ -147,9 +210,9 @@ def _one_device(placements: Placements) -> Any:
         return placements.devices[0]
     if placements.mesh is not None:
         return placements.mesh.devices.flat[0]
-    for variant, devices in placements.programs:
-        if variant.topology.count == 1:
-            return devices[0]
+    for program in placements.programs:
+        if len(program.devices) == 1:
+            return program.devices[0]
     return jax.local_devices(backend=placements.fallback[0].platform)[0]
 
 
@@ -177,20 +240,25 @@ def _place(
 
 def _find_mesh(body: m.Body, saved: m.Mesh, placements: Placements) -> jax.sharding.Mesh | None:
     """Returns the mesh of this job that stands for a saved one."""
-    for variant, devices in placements.programs:
+    for program in placements.programs:
+        if program.mesh is not None:
+            return program.mesh
+        variant = program.variant
         for index in (*variant.in_shardings, *variant.out_shardings):
             mesh_index = None if index is None else body.shardings[index].mesh
             mesh = None if mesh_index is None else body.meshes[mesh_index]
             if mesh is not None and mesh.axes == saved.axes and mesh.positions is not None:
-                decoder = values.Decoder(body, devices)
-                return decoder.mesh(mesh_index)
+                return values.Decoder(body, program.devices).mesh(mesh_index)
     if placements.mesh is not None:
         return placements.mesh
     devices = placements.devices or placements.fallback
-    if len(devices) >= saved.size:
-        whole = m.Body(meshes=(msgspec.structs.replace(saved, positions=tuple(range(saved.size))),))
-        return values.Decoder(whole, devices[: saved.size]).mesh(0)
-    return None
+    return make_mesh(saved, devices) if len(devices) >= saved.size else None
+
+
+def make_mesh(saved: m.Mesh, devices: Sequence[Any]) -> jax.sharding.Mesh:
+    """Returns a mesh of the saved axes over the first of `devices`, in their order."""
+    mesh = msgspec.structs.replace(saved, positions=tuple(range(saved.size)))
+    return values.Decoder(m.Body(meshes=(mesh,)), devices[: saved.size]).mesh(0)
 
 
 def _fitting_spec(spec: Any, mesh: jax.sharding.Mesh, shape: tuple[int, ...]) -> Any:

@@ -111,7 +111,6 @@ def describe_result(out_tree: Any, in_tree: Any, input_paths: Sequence[str]) -> 
         if jax.tree.structure(node).num_leaves and (like := find_like(node)) is not None:
             return {"like": like}
         if isinstance(node, collections.OrderedDict | collections.defaultdict):
-            keys = list(jax.tree.flatten(node, is_leaf=lambda x: x is not node)[1].node_data()[1])
             return _describe_dict(dict(node), visit, kind=type(node).__name__)
         if type(node) is dict:
             return _describe_dict(node, visit, kind="dict")
