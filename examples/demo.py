@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -39,25 +40,25 @@ class Restart(NamedTuple):
 
 RESTARTS = [
     Restart(
-        "train, same 4 devices",
+        "same 4 devices",
         [*TRAIN, "--mesh=data=2,model=2"],
         "train_step",
         "LOADED",
     ),
     Restart(
-        "train, devices 4-7 for 0-3",
+        "devices 4-7, not 0-3",
         [*TRAIN, "--mesh=data=2,model=2", "--first-device=4"],
         "train_step",
         "REMAPPED",
     ),
     Restart(
-        "train, 2 devices for 4",
+        "2 devices, not 4",
         [*TRAIN, "--mesh=data=2,model=1"],
         "train_step",
         "RECOMPILED",
     ),
     # Without executables there is nothing to evaluate with: eval.py has no model.
-    Restart("evaluate, no model code", EVALUATE, "predict", "LOADED", without=False),
+    Restart("eval.py, no model code", EVALUATE, "predict", "LOADED", without=False),
 ]
 
 
@@ -106,8 +107,10 @@ def run(command: list[str], checkpoints: Path, *, aot: bool = True, exit_code: i
 
 
 def main() -> None:
-    console = Console()
-    table = Table("restart", "verdict", "reason", "with", "without", "accuracy")
+    console = Console(width=100)
+    table = Table(
+        "restart", "verdict", "reason", "with", "without", "accuracy", box=box.SIMPLE_HEAD
+    )
     surprises = []
     with tempfile.TemporaryDirectory(prefix="orbax-aot-demo-") as folder:
         saved = Path(folder, "saved")

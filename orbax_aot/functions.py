@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import msgspec
@@ -161,7 +161,7 @@ class Executable:
         environment: m.Environment | None = None,
         from_persistent_cache: bool = False,
         artifact: artifact_lib.Artifact | None = None,
-        complete: Callable[[artifact_lib.Artifact | None], artifact_lib.Artifact] | None = None,
+        complete: Callable[[artifact_lib.Artifact], artifact_lib.Artifact] | None = None,
     ):
         """Made by `compile`, `AotFunction` and restores.
 
@@ -245,9 +245,10 @@ class Executable:
                 self._artifact = self._complete(self._artifact)
                 self._complete = None
             signature = self._artifact.signature
-            portable = portable or self._exported is not None
-            if portable and signature.portable is None and signature.portable_absent is None:
-                self._artifact = self._add_portable(self._artifact, portable)
+            wanted = portable is not False or self._exported is not None
+            if wanted and signature.portable is None and signature.portable_absent is None:
+                platforms = None if isinstance(portable, bool) else tuple(portable)
+                self._artifact = self._add_portable(self._artifact, platforms)
                 self._lowering = (
                     None  # trace and module are large, and all that is kept of them is stored now
                 )
@@ -255,9 +256,11 @@ class Executable:
 
     def _pack(self) -> artifact_lib.Artifact:
         lowering = self._lowering
-        payload = None
-        if self._from_persistent_cache and lowering is not None:
-            payload = compiled_lib.compile_fresh_payload(lowering.lowered)
+        payload = executable_lib.make_payload(
+            self.compiled,
+            None if lowering is None else lowering.lowered,
+            fresh=self._from_persistent_cache,
+        )
         serialized = executable_lib.serialize(self.compiled, payload, self._environment)
         if lowering is None and self._complete is None:
             # Nothing says where a bare Compiled came from, and bytes of an executable that was itself loaded may
@@ -308,11 +311,10 @@ class Executable:
             return None, m.Absent(code="NOT_SERIALIZABLE", detail=detail)
 
     def _add_portable(
-        self, artifact: artifact_lib.Artifact, portable: bool | Sequence[str]
+        self, artifact: artifact_lib.Artifact, platforms: Sequence[str] | None
     ) -> artifact_lib.Artifact:
         from orbax_aot import portable as portable_lib
 
-        platforms = None if portable is True else tuple(portable)
         data, absent = self._exported or self._export(platforms)
         self._exported = None
         if data is None:
@@ -506,7 +508,7 @@ class AotFunction(DirectCall):
         self._first_code: str | None = None
         self._traced_codes: dict[Any, m.Code] = {}
         self._lock = threading.RLock()
-        functools.update_wrapper(self, self._fun)
+        functools.update_wrapper(cast(Any, self), self._fun)
         self._name = getattr(self, "__name__", None) or type(self._fun).__name__
         self.__call__ = dispatch.make_dispatcher(self._name, self._fun, self._miss, *self._static)
 
@@ -528,7 +530,7 @@ class AotFunction(DirectCall):
         return watched
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else functools.partial(cast(Any, self), instance)
 
     def __repr__(self) -> str:
         return f"AotFunction({self._name}, {len(self.executables)} executables)"
@@ -545,10 +547,18 @@ class AotFunction(DirectCall):
     @property
     def executables(self) -> tuple[Executable, ...]:
         """What it has compiled or been restored with, oldest first."""
-        with self._lock:
-            own = tuple(self._executables.values())
-            restored = () if self._restored is None else self._restored.executables()
-        return (*restored, *(e for e in own if e not in restored))
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], tuple[Executable, ...]]:
+        """Notes what there is now, and returns what tells it: waiting for loads under way, which a save must not."""
+        own = tuple(self._executables.values())
+        restored = self._restored
+
+        def tell() -> tuple[Executable, ...]:
+            loaded = () if restored is None else restored.executables()
+            return (*loaded, *(e for e in own if e not in loaded))
+
+        return tell
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """As `jax.jit(fun).trace`."""
@@ -584,7 +594,7 @@ class AotFunction(DirectCall):
             self._traced_codes.clear()
             self._restored = None
             dispatch.clear(self.__call__)
-            self._jitted.clear_cache()
+            cast(Any, self._jitted).clear_cache()
 
     clear_cache = clear
 

@@ -8,11 +8,11 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jaxlib
+import jaxlib.version
 import msgspec
 import orbax.checkpoint as ocp
 from absl import logging
@@ -33,6 +33,7 @@ from orbax_aot.version import __version__
 
 _VERIFY = ("code", "program", "signature")
 _ON_MISMATCH = ("recompile", "raise")
+_T = TypeVar("_T")
 _SAVABLE = (
     functions_lib.AotFunction,
     functions_lib.Executable,
@@ -74,7 +75,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
           timeout_secs: seconds after which the executable part of a save is dropped, with the reason `TIMEOUT`, and
             the step commits without it.
         """
-        self._state_handler = state_handler or ocp.StandardCheckpointHandler()
+        self._state_handler: Any = state_handler or ocp.StandardCheckpointHandler()
         self._timeout_secs = timeout_secs
         self._json_handler = ocp.JsonCheckpointHandler()
         self._saves_state = True
@@ -121,7 +122,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         self._saves_state = True
         if isinstance(args.item, ocp.args.CheckpointArgs):
             return self._state_handler, args.item
-        save_args, _ = ocp.args.get_registered_args_cls(self._state_handler)
+        save_args: Any = ocp.args.get_registered_args_cls(self._state_handler)[0]
         given = {"save_args": args.save_args, "custom_metadata": args.custom_metadata}
         return self._state_handler, save_args(
             args.item, **{k: v for k, v in given.items() if v is not None}
@@ -132,7 +133,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
             if args.fns is None or is_off() or jax.process_index() != 0:
                 return None
             return _Snapshot(
-                functions={name: _executables_of(fn, name) for name, fn in args.fns.items()},
+                functions={name: _snapshot_of(fn, name) for name, fn in args.fns.items()},
                 state=state_lib.take_snapshot(args.item),
                 kind="functions" if args.item is None else "state",
                 portable=args.portable,
@@ -197,7 +198,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
     def _restore_state(self, directory: epath.Path, args: AotRestore, restoring: _Restoring) -> Any:
         if not self._has_state(directory):
             return None
-        _, restore_args = ocp.args.get_registered_args_cls(self._state_handler)
+        restore_args: Any = ocp.args.get_registered_args_cls(self._state_handler)[1]
         if isinstance(args.item, ocp.args.CheckpointArgs):
             wrapped_args = args.item
         elif args.item is not None:
@@ -209,12 +210,18 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         return restoring.give_weak_types(state)
 
 
-def _executables_of(fn: Any, name: str) -> tuple[functions_lib.Executable, ...]:
-    if isinstance(fn, functions_lib.AotFunction | restored_lib.SavedFunction):
-        return fn.executables
+_Executables = Callable[[], tuple[functions_lib.Executable, ...]]
+
+
+def _snapshot_of(fn: Any, name: str) -> _Executables:
+    """Notes what there is of a function now; asked later, off the training thread, since that can wait for loads."""
+    if isinstance(fn, functions_lib.AotFunction):
+        return fn.snapshot()
+    if isinstance(fn, restored_lib.SavedFunction):
+        return lambda: fn.executables
     if isinstance(fn, functions_lib.Executable):
-        return (fn,)
-    return (functions_lib.executable_of(fn, name),)
+        return lambda: (fn,)
+    return lambda: (functions_lib.executable_of(fn, name),)
 
 
 # -- save, off the training thread ---------------------------------------------------------------------------------
@@ -224,7 +231,7 @@ def _executables_of(fn: Any, name: str) -> tuple[functions_lib.Executable, ...]:
 class _Snapshot:
     """What of a save was seen on the training thread: references only, no arrays."""
 
-    functions: dict[str, tuple[functions_lib.Executable, ...]]
+    functions: dict[str, _Executables]
     state: state_lib.Snapshot | None
     kind: str
     portable: bool | Sequence[str]
@@ -249,8 +256,8 @@ class _Saving:
         start = time.perf_counter()
         tables = m.Tables()
         functions = {}
-        for name, executables in self._snapshot.functions.items():
-            functions[name] = self._write_function(store, tables, name, executables)
+        for name, tell in self._snapshot.functions.items():
+            functions[name] = self._write_function(store, tables, name, tell)
         state = state_lib.describe(self._snapshot.state, tables)
         store.write_manifest(
             msgspec.structs.replace(
@@ -258,7 +265,7 @@ class _Saving:
                 created_by={
                     "orbax_aot": __version__,
                     "jax": jax.__version__,
-                    "jaxlib": jaxlib.__version__,
+                    "jaxlib": jaxlib.version.__version__,
                     "host": platform.node(),
                 },
                 kind=self._snapshot.kind,
@@ -275,9 +282,13 @@ class _Saving:
         store: store_lib.Store,
         tables: m.Tables,
         name: str,
-        executables: Sequence[functions_lib.Executable],
+        tell: _Executables,
     ) -> m.Function:
         folder = store_lib.folder_name(name)
+        try:
+            executables = self._in_time(tell)
+        except Exception as e:
+            return m.Function(absent=_absent(name, e))
         if not executables:
             logging.warning("%s: never called or compiled, so there is nothing to save.", name)
             return m.Function(
@@ -287,39 +298,42 @@ class _Saving:
         problems: list[m.Absent] = []
         for executable in executables:
             try:
-                artifact = self._pack(executable)
+                artifact = self._in_time(lambda e=executable: e.pack(self._snapshot.portable))
                 where = f"{folder}/{len(signatures)}"
                 signatures.append(artifact.write(store, tables, where))
             except Exception as e:
-                code = "TIMEOUT" if isinstance(e, TimeoutError) else "NOT_SERIALIZABLE"
-                detail = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
-                problems.append(m.Absent(code=code, detail=detail))
-                logging.warning("%s: not saved (%s: %s)", name, code, detail)
-                jax.monitoring.record_event(
-                    "/jax/orbax_aot/save/absent", function=name, reason=code
-                )
+                problems.append(_absent(name, e))
         if signatures:
             return m.Function(folder=folder, signatures=tuple(signatures))
         return m.Function(absent=problems[0])
 
-    def _pack(self, executable: functions_lib.Executable) -> artifact_lib.Artifact:
-        """Packs on a thread that can be left behind: what hangs in there must not hold the step back."""
+    def _in_time(self, work: Callable[[], _T]) -> _T:
+        """Works on a thread that can be left behind: what hangs in there must not hold the step back."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"not done within {self._timeout_secs:g} s")
-        result: concurrent.futures.Future[artifact_lib.Artifact] = concurrent.futures.Future()
+        result: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
-        def work() -> None:
+        def run() -> None:
             try:
-                result.set_result(executable.pack(self._snapshot.portable))
+                result.set_result(work())
             except BaseException as e:
                 result.set_exception(e)
 
-        threading.Thread(target=work, name="orbax_aot_pack", daemon=True).start()
+        threading.Thread(target=run, name="orbax_aot_pack", daemon=True).start()
         try:
             return result.result(timeout=left)
         except concurrent.futures.TimeoutError:
             raise TimeoutError(f"not done within {self._timeout_secs:g} s") from None
+
+
+def _absent(name: str, error: Exception) -> m.Absent:
+    """Returns why something is not saved, and says so in the log."""
+    code = "TIMEOUT" if isinstance(error, TimeoutError) else "NOT_SERIALIZABLE"
+    detail = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    logging.warning("%s: not saved (%s: %s)", name, code, detail)
+    jax.monitoring.record_event("/jax/orbax_aot/save/absent", function=name, reason=code)
+    return m.Absent(code=code, detail=detail)
 
 
 # -- restore ---------------------------------------------------------------------------------------------------------
@@ -496,7 +510,10 @@ class _Restoring:
             if (program := self._program(signature)) is not None
         )
         return state_lib.Placements(
-            mesh=args.mesh, devices=args.devices, programs=programs, fallback=self._devices
+            mesh=args.mesh,
+            devices=None if args.devices is None else tuple(args.devices),
+            programs=programs,
+            fallback=self._devices,
         )
 
     def _program(self, restored: restored_lib.RestoredSignature) -> state_lib.Program | None:

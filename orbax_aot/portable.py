@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -190,6 +191,8 @@ class PortableProgram:
         custom_calls: targets of custom calls, sorted.
         host_calls: those of them that run Python or another framework on the host, and
             operations that exchange data with the host.
+        unknown_calls: those of the custom calls that are not JAX's own stable ones; they can be
+            anything that is registered in the process.
     """
 
     platforms: tuple[str, ...]
@@ -199,6 +202,7 @@ class PortableProgram:
     mesh_axes: Mapping[str, int] | None
     custom_calls: tuple[str, ...]
     host_calls: tuple[str, ...]
+    unknown_calls: tuple[str, ...]
     _exported: export_door.Exported = dataclasses.field(repr=False)
     _facts: mlir.ModuleFacts = dataclasses.field(repr=False)
 
@@ -232,6 +236,7 @@ class PortableProgram:
             mesh_axes=_mesh_axes(exported, facts),
             custom_calls=facts.custom_calls,
             host_calls=(*host_calls, *facts.host_transfers),
+            unknown_calls=tuple(sorted({*facts.custom_calls} - export_door.stable_calls())),
             _exported=exported,
             _facts=facts,
         )
@@ -310,7 +315,11 @@ class PortableProgram:
     def _find_host_obstacle(self) -> Obstacle | None:
         if not self.host_calls:
             return None
-        return _needs_source(f"it calls into the host ({', '.join(self.host_calls)})")
+        return Obstacle(
+            "NEEDS_SOURCE",
+            f"The StableHLO calls into the host ({', '.join(self.host_calls)}), where there is "
+            "nothing to call. Pass the live function.",
+        )
 
     def _find_config_obstacle(self) -> Obstacle | None:
         if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
@@ -326,12 +335,15 @@ class PortableProgram:
         return None
 
     def _find_mesh_obstacle(self, mesh_shape: dict[str, int]) -> Obstacle | None:
+        if self._facts.old_shardings:
+            return _needs_source("its shardings name no axes (Shardy was off when it was saved)")
         if list(mesh_shape.items()) == list((self.mesh_axes or {}).items()):
             return None
         return (
             self._find_renamed_axes(mesh_shape)
             or self._find_fixed_layout()
             or self._find_indivisible_size(mesh_shape)
+            or _find_unsafe_sizes(mesh_shape)
         )
 
     def _find_renamed_axes(self, mesh_shape: dict[str, int]) -> Obstacle | None:
@@ -354,8 +366,6 @@ class PortableProgram:
             return _needs_source(
                 f"it computes device by device ({', '.join(facts.per_device)}, as shard_map does)"
             )
-        if facts.old_shardings:
-            return _needs_source("its shardings name no axes (Shardy was off when it was saved)")
         if facts.reordered:
             return _needs_source("one of its meshes has its devices in another order")
         if facts.split_axes:
@@ -514,6 +524,31 @@ def _needs_source(problem: str) -> Obstacle:
         f"The StableHLO cannot be moved to another mesh: {problem}. Pass the live function, or "
         "restore on a mesh of the saved shape.",
     )
+
+
+def _find_unsafe_sizes(mesh_shape: Mapping[str, int]) -> Obstacle | None:
+    """Returns an obstacle for sizes on which XLA's partitioner can end the process.
+
+    Going from a sharding over some axes to one over others, it cuts the one into the other, and
+    fails a check where neither product of sizes divides the other: axes of 2 and 3, or of 2, 2 and
+    6 (seen on jax 0.11.2 and 0.12.0.1, with plain `jax.jit` too). Which programs it hits cannot be
+    told from outside. Powers of one number are safe.
+    """
+    products = {1}
+    for size in mesh_shape.values():
+        products |= {product * size for product in products}
+    ordered = sorted(products)
+    if all(larger % smaller == 0 for smaller, larger in itertools.pairwise(ordered)):
+        return None
+    return Obstacle(
+        "MESH_SHAPE",
+        f"The sizes of the axes {_described(mesh_shape)} do not divide one another, and XLA can "
+        "crash moving a program to such a mesh. Use powers of two.",
+    )
+
+
+def _described(mesh_shape: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh_shape.items())
 
 
 def _first(devices: Sequence[jax.Device]) -> jax.Device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import msgspec
@@ -70,7 +70,7 @@ def _describe_sharding(
     """Describes a sharding with positions along its own mesh, so that only shape and axes count."""
     if isinstance(sharding, NamedSharding):
         key = sharding.mesh
-        devices = list(sharding.mesh.devices.flat)
+        devices = list(cast(Any, sharding.mesh).devices.flat)
     elif isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set
         key, devices = device, [device]
@@ -247,7 +247,9 @@ def _find_mesh(body: m.Body, saved: m.Mesh, placements: Placements) -> jax.shard
         for index in (*variant.in_shardings, *variant.out_shardings):
             mesh_index = None if index is None else body.shardings[index].mesh
             mesh = None if mesh_index is None else body.meshes[mesh_index]
-            if mesh is not None and mesh.axes == saved.axes and mesh.positions is not None:
+            if mesh_index is None or mesh is None or mesh.positions is None:
+                continue
+            if mesh.axes == saved.axes:
                 return values.Decoder(body, program.devices).mesh(mesh_index)
     if placements.mesh is not None:
         return placements.mesh

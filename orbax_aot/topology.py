@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 
 from orbax_aot import manifest as m
 from orbax_aot import plan
@@ -58,7 +58,7 @@ def describe_devices(
         count=len(devices),
         replicas=replicas,
         partitions=len(devices) if partitions is None else partitions,
-        coords=None if None in coords else tuple(tuple(map(int, c)) for c in coords),
+        coords=None if None in coords else tuple(tuple(map(int, c or ())) for c in coords),
         ids=tuple(int(d.id) for d in devices),
         processes=tuple(int(d.process_index) for d in devices),
     )
@@ -72,7 +72,7 @@ def describe_environment(client: Any, options: Mapping[str, Any] | None = None) 
     """Describes the software and settings of this process; `options` are a function's `compiler_options`."""
     return m.Environment(
         jax=jax.__version__,
-        jaxlib=jaxlib.__version__,
+        jaxlib=jaxlib.version.__version__,
         cpu_features=_cpu_features(client),
         xla_flags=xla_flags(),
         config=config_lib.global_config(),
@@ -110,13 +110,13 @@ def xla_flags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def describe_machine(client: Any | None = None) -> plan.Machine:
     """Describes the devices of this job, in the client's order, and this process."""
-    client = jax.devices()[0].client if client is None else client
-    devices = client.devices()
+    here: Any = jax.devices()[0].client if client is None else client
+    devices = here.devices()
     return plan.Machine(
         topology=describe_devices(devices),
         kinds=tuple(str(d.device_kind) for d in devices),
-        environment=describe_environment(client),
-        process=int(client.process_index()),
+        environment=describe_environment(here),
+        process=int(here.process_index()),
     )
 
 

@@ -38,8 +38,8 @@ def main() -> None:
     with ocp.CheckpointManager(path, item_handlers=oaot.AotHandler()) as mngr:
         step = mngr.latest_step()
         state, fns = mngr.restore(step, args=oaot.AotRestore(fns=["predict"]))
-    accuracy = (np.asarray(fns.predict(state["params"], images)) == labels).mean()
     print(fns.report)
+    accuracy = (np.asarray(fns.predict(state["params"], images)) == labels).mean()
     print(f"step {step}: test accuracy {accuracy:.4f}")
 
 

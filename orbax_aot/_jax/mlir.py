@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax._src.interpreters import mlir as jax_mlir
 from jax._src.lib.mlir import ir, passmanager  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir.dialects import hlo, sdy
+from jax._src.lib.mlir.dialects import sdy
 
 Module = ir.Module
 Operation = ir.Operation
@@ -335,14 +335,29 @@ def resize_meshes(module: ir.Module, axes: Sequence[tuple[str, int]]) -> None:
             [sdy.MeshAxisAttr.get(name, size) for name, size in sizes]
         )
         if _STABLEHLO_MESH in operation.attributes:
-            operation.attributes[_STABLEHLO_MESH] = hlo.MeshAttr.get(
-                ir.ArrayAttr.get([hlo.MeshAxisAttr.get(name, size) for name, size in sizes])
-            )
+            operation.attributes[_STABLEHLO_MESH] = _stablehlo_mesh(sizes)
     count = math.prod(size for _, size in axes)
     if _PARTITIONS in module.operation.attributes:
         kind = ir.IntegerAttr(module.operation.attributes[_PARTITIONS]).type
         module.operation.attributes[_PARTITIONS] = ir.IntegerAttr.get(kind, count)
     module.operation.verify()
+
+
+def _stablehlo_mesh(axes: Sequence[tuple[str, int]]) -> ir.Attribute:
+    """Returns a mesh as JAX notes it a second time, as plain attributes."""
+    index = ir.IntegerType.get_signless(64)
+    return ir.DictAttr.get(
+        {
+            "axes": ir.ArrayAttr.get(
+                [
+                    ir.DictAttr.get(
+                        {"name": ir.StringAttr.get(name), "size": ir.IntegerAttr.get(index, size)}
+                    )
+                    for name, size in axes
+                ]
+            )
+        }
+    )
 
 
 # --- a lowered function --------------------------------------------------------------------

@@ -364,7 +364,7 @@ def make_constant(constant: m.Constant, raw: bytes) -> Any:
     host = np.frombuffer(raw, dtype).reshape(constant.raw_shape)
     if constant.dtype.startswith(_KEY_PREFIX):
         implementation = constant.dtype[len(_KEY_PREFIX) : -1]
-        return jax.random.wrap_key_data(host, impl=implementation)
+        return jax.random.wrap_key_data(jax.numpy.asarray(host), impl=implementation)
     return host
 
 
