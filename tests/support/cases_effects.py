@@ -133,7 +133,9 @@ def _(devices):
 
 for _ordered in (False, True):
 
-    @section.case(f"io_callback{', ordered' if _ordered else ''}", expected=WITH_LIVE)
+    @section.case(
+        f"io_callback{', ordered' if _ordered else ''}", expected=WITH_LIVE
+    )
     def _(devices, ordered=_ordered):
         log: list = []
 
