@@ -19,6 +19,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from orbax_aot._jax import hooks
 from orbax_aot.fingerprint import bindings, libraries
 from orbax_aot.fingerprint.bindings import Alias, Bindings, Constant, Definition, Import, Unknown
 from orbax_aot.fingerprint.libraries import Kind
@@ -100,6 +101,17 @@ def _cell_contents(function: types.FunctionType) -> Iterator[object]:
             yield cell.cell_contents
         except ValueError:  # not bound yet
             continue
+
+
+def _holds_foreign(value: Any) -> bool:
+    """Whether a rule, or something that it closes over, is the user's."""
+    if type(value) is types.FunctionType and not value.__closure__ and not value.__dict__:
+        return _is_foreign_file(value.__code__.co_filename)
+    return any(_is_foreign_file(code.co_filename) for code in _codes(value, depth=2))
+
+
+def _is_foreign_file(path: str) -> bool:
+    return not path.startswith("<") and libraries.library_file(path) is None
 
 
 def is_foreign(value: Any) -> bool:
@@ -299,6 +311,31 @@ def _fits_definition(value: Any, binding: Definition) -> bool:
     return any((code.co_name, code.co_firstlineno) in wanted for code in codes)
 
 
+class _Rules:
+    """The tables in which JAX keeps how its primitives are differentiated, batched and lowered."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[str, dict[Any, Any]]] = []
+        self.patches: list[Patch] = []
+
+    def refresh(self) -> bool:
+        """Looks again if any rule was set; says whether it looked."""
+        tables = [(name, dict(table)) for name, table in hooks.rule_tables()]
+        if tables == self._seen:
+            return False
+        self._seen = tables
+        primitives = hooks.primitives_of_jax()
+        self.patches = [
+            (f"{name}[{primitive}]", rule)
+            for name, table in tables
+            for primitive, entry in table.items()
+            if id(primitive) in primitives
+            for rule in hooks.functions_of_rule(entry)
+            if callable(rule) and _holds_foreign(rule)
+        ]
+        return True
+
+
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Keeps garbage collection from going through all of JAX several times during the first look."""
@@ -322,6 +359,7 @@ class _Watch:
         self._classes: dict[int, type] = {}
         self._patches: list[Patch] = []
         self._uncompiled: list[str] = []
+        self._rules = _Rules()
         self._names: set[str] = set()
         self._named: set[str] = set()  # modules whose names are among them
 
@@ -337,8 +375,10 @@ class _Watch:
                     if namespace.holder is namespace.module:
                         self._add_classes(namespace)
                 index += 1
-            if changed:
+            rules = self._rules.refresh()
+            if changed or rules:
                 found = [patch for n in self._namespaces for patch in n.patches]
+                found += self._rules.patches
                 self._patches = sorted(found, key=lambda patch: patch[0])
             return self._patches, self._uncompiled
 

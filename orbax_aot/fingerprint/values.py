@@ -11,6 +11,7 @@ import enum
 import functools
 import hashlib
 import operator
+import re
 import types
 import typing
 import weakref
@@ -167,7 +168,18 @@ def _write_library_object(walk: Walk, value: object) -> bool:
     if name is None:
         return False
     libraries_write_name(walk, *name)
+    if isinstance(value, types.FunctionType):
+        _write_simple_defaults(walk, value)
     return True
+
+
+def _write_simple_defaults(walk: Walk, function: types.FunctionType) -> None:
+    """Default values of a library function, which somebody may have set to others."""
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    for default in defaults:
+        name, value = default if type(default) is tuple and len(default) == 2 else ("", default)
+        if type(value) in (bool, int, float, str):
+            walk.write(str(name), repr(value))
 
 
 def libraries_write_name(walk: Walk, module_name: str, name: str) -> None:
@@ -244,7 +256,7 @@ def _write_descriptor(walk: Walk, value: Any) -> None:
 
 
 def _write_array(walk: Walk, value: np.ndarray) -> None:
-    walk.write(value.dtype.name, str(value.dtype.str), str(value.shape))
+    walk.write(value.dtype.name, str(value.dtype.str), str(value.shape), str(value.strides))
     if value.dtype.hasobject:
         walk.visit(value.tolist())
     elif value.nbytes > _MOST_ARRAY_BYTES:
@@ -266,6 +278,28 @@ _NAMED_TUPLE_FIELD: Any = type(collections.namedtuple("_Probe", "field").field) 
 
 def _write_named_tuple_field(walk: Walk, value: Any) -> None:
     walk.write(repr(value.__reduce__()[1][0]))  # its index; the rest is a docstring
+
+
+def _write_ordered_dict(walk: Walk, value: collections.OrderedDict) -> None:
+    _write_list(walk, [item for key in value for item in (key, value[key])])
+
+
+def _write_default_dict(walk: Walk, value: collections.defaultdict) -> None:
+    walk.visit(value.default_factory)
+    _write_dict(walk, value)
+
+
+def _write_deque(walk: Walk, value: collections.deque) -> None:
+    walk.write(str(value.maxlen))
+    _write_list(walk, list(value))
+
+
+def _write_namespace(walk: Walk, value: types.SimpleNamespace) -> None:
+    _write_dict(walk, vars(value))
+
+
+def _write_pattern(walk: Walk, value: re.Pattern) -> None:
+    walk.write(repr(value.pattern), str(value.flags))
 
 
 _NUMBERED: dict[type, Callable[[Walk, Any], None]] = {
@@ -291,6 +325,11 @@ _NUMBERED: dict[type, Callable[[Walk, Any], None]] = {
     types.ModuleType: functions.write_module,
     _NAMED_TUPLE_FIELD: _write_named_tuple_field,
     functools._lru_cache_wrapper: _write_lru_cache,
+    collections.OrderedDict: _write_ordered_dict,
+    collections.defaultdict: _write_default_dict,
+    collections.deque: _write_deque,
+    types.SimpleNamespace: _write_namespace,
+    re.Pattern: _write_pattern,
     object: lambda walk, value: None,
 }
 
