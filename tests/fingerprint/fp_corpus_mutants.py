@@ -55,7 +55,7 @@ def loss(x):
 def program():
     return {"fun": jax.value_and_grad(loss), "args": (jnp.ones((4, 4)),)}
 """,
-        43,
+        68,
     ),
     Origin(
         "jax", "_src/scipy/special.py",
@@ -71,7 +71,7 @@ def program():
 
     return {"fun": fun, "args": (jnp.full(5, 0.3),)}
 """,
-        28,
+        44,
     ),
     Origin(
         "jax", "_src/scipy/stats/norm.py", ("logpdf", "pdf", "cdf", "logcdf", "sf", "logsf"),
@@ -80,7 +80,7 @@ def program():
     return {"fun": lambda x: copied.logpdf(x, 1.0) + copied.sf(x) + copied.cdf(x, 0.1, 2.0),
             "args": (jnp.full(5, 0.3),)}
 """,
-        10,
+        16,
     ),
     Origin(
         "optax", "_src/alias.py",
@@ -101,7 +101,7 @@ def program():
     params = {"w": jnp.ones((2, 3))}
     return {"fun": step, "args": (params, TX.init(params), params)}
 """,
-        25,
+        40,
     ),
     Origin(
         "optax", "_src/transform.py",
@@ -123,7 +123,7 @@ def program():
     params = {"w": jnp.ones((2, 3))}
     return {"fun": step, "args": (TX.init(params), params, params)}
 """,
-        25,
+        40,
     ),
     Origin(
         "flax", "linen/normalization.py",
@@ -147,7 +147,7 @@ def program():
 
     return {"fun": fun, "args": (variables, jnp.ones((3, 4)))}
 """,
-        32,
+        51,
     ),
     Origin(
         "flax", "linen/recurrent.py", ("LSTMCell", "GRUCell", "SimpleCell", "MGUCell", "RNN"),
@@ -165,7 +165,7 @@ def program():
     variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((2, 3, 4)))
     return {"fun": model.apply, "args": (variables, jnp.ones((2, 3, 4)))}
 """,
-        28,
+        44,
     ),
     Origin(
         "flax", "nnx/nn/linear.py", ("Linear", "LinearGeneral", "Conv", "Embed", "Einsum"),
@@ -189,7 +189,7 @@ def program():
     graph, state = nnx.split(Model(nnx.Rngs(0)))
     return {"fun": forward, "args": (graph, state, jnp.zeros((2, 5), "int32"))}
 """,
-        28,
+        44,
     ),
     Origin(
         "jax", "example_libraries/stax.py",
@@ -211,7 +211,7 @@ def program():
     params = jax.eval_shape(lambda k: INIT(k, (2, 8, 8, 3))[1], jax.random.key(0))
     return {"fun": jax.grad(loss), "args": (params, jnp.ones((2, 8, 8, 3)))}
 """,
-        25,
+        40,
     ),
 )  # fmt: skip
 
