@@ -1,7 +1,7 @@
 """The private parts of JAX and Flax that a fingerprint has to look at.
 
-A hook that a JAX version does not offer raises `HookMissingError`; the fingerprint then says that it
-cannot decide, instead of judging on half of the facts.
+A hook that a JAX version does not offer raises `HookMissingError`; the fingerprint then says that
+it cannot decide, instead of judging on half of the facts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def jit_options(jitted: Any) -> list[tuple[str, Any]]:
 def is_cached_function(value: object) -> bool:
     """Whether `value` is a function behind `jax.util`'s cache. Seen on JAX 0.11.2 and 0.12.0.1."""
     cls = type(value)
-    return cls.__name__ in ("StrongLRUCache", "WeakrefLRUCache") and cls.__module__.startswith("jax")
+    return cls.__name__ in ("StrongLRUCache", "WeakrefLRUCache") and cls.__module__.startswith(
+        "jax"
+    )
 
 
 def pytree_functions(cls: type) -> tuple[Callable[..., Any], ...] | None:
@@ -106,7 +108,7 @@ def _trace_cache_callbacks() -> tuple[object, ...]:
 
     The caches hold weak references to functions, each cache with one callback for all of its own.
     A throwaway function that is traced shows which callbacks these are. Seen on JAX 0.10.2,
-    0.11.2 and 0.12.0.1. (Listing the keys of the caches ends the process on some of these versions.)
+    0.11.2 and 0.12.0.1. (Listing the keys of the caches ends the process on some of these.)
     """
     import jax
 

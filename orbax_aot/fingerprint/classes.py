@@ -17,21 +17,21 @@ import jax.extend
 from orbax_aot._jax import hooks
 from orbax_aot.fingerprint import libraries
 from orbax_aot.fingerprint.functions import SILENT_ATTRIBUTES
-from orbax_aot.fingerprint.libraries import Kind
+from orbax_aot.fingerprint.libraries import Kind, words
 from orbax_aot.fingerprint.walk import Walk
 
 # What a class body or its decorators leave in a class that says nothing of what it does.
-_SILENT_ATTRIBUTES = frozenset(
+_SILENT_ATTRIBUTES = words(
     "__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__"
     " __annotate_func__ __annotations_cache__ __static_attributes__ __firstlineno__ __slotnames__"
-    " __abstractmethods__ _abc_impl __orig_bases__ __parameters__ __type_params__".split()
+    " __abstractmethods__ _abc_impl __orig_bases__ __parameters__ __type_params__"
 )
 _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
 # What `enum` keeps in its classes and members, all of which follows from names and values.
-_ENUM_STATE = frozenset(
+_ENUM_STATE = words(
     "_member_names_ _member_map_ _value2member_map_ _unhashable_values_ _hashable_values_"
     " _unhashable_values_map_ _member_type_ _value_repr_ _use_args_ _new_member_ _flag_mask_"
-    " _singles_mask_ _all_bits_ _boundary_ _inverted_".split()
+    " _singles_mask_ _all_bits_ _boundary_ _inverted_"
 )
 _ENUM_MEMBER_STATE = frozenset(
     {"_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_", "_hash_"}
@@ -130,7 +130,7 @@ def _write_virtual_subclasses(walk: Walk, cls: type) -> None:
     """Classes registered with an abstract base class, which `isinstance` then takes for its own."""
     if not isinstance(cls, abc.ABCMeta):
         return
-    import _abc
+    import _abc  # pyright: ignore[reportMissingImports]
 
     registered = [reference() for reference in _abc._get_dump(cls)[0]]  # type: ignore[attr-defined]
     classes = [c for c in registered if c is not None]
@@ -264,11 +264,11 @@ def _write_builtin_part(walk: Walk, value: Any) -> None:
                                  else set.__iter__(value)))  # fmt: skip
         return
     walk.write(base.__name__)
-    if base is tuple:
+    if isinstance(value, tuple):
         walk.visit(tuple(tuple.__iter__(value)))
-    elif base is list:
+    elif isinstance(value, list):
         walk.visit(list(list.__iter__(value)))
-    elif base is dict:
+    elif isinstance(value, dict):
         walk.visit(dict(dict.items(value)))
     else:
         walk.visit(base.__getnewargs__(value))  # type: ignore[attr-defined]

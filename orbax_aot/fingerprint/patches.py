@@ -1,9 +1,9 @@
 """Patched libraries: what somebody has put in place of a part of a trusted library.
 
 Library code is not walked, so a function that was replaced inside a library would go unnoticed.
-Each loaded module of the trusted libraries is therefore held against what its own compiled file binds
-(see `bindings`), once per process; from then on only namespaces that have changed are looked at
-again, which an identity comparison of dictionaries finds in about a millisecond.
+Each loaded module of the trusted libraries is therefore held against what its own compiled file
+binds (see `bindings`), once per process; from then on only namespaces that have changed are
+looked at again, which an identity comparison of dictionaries finds in about a millisecond.
 """
 
 from __future__ import annotations
@@ -68,9 +68,7 @@ def _layers(value: Any) -> Iterator[Any]:
             value = value.__func__
         elif isinstance(value, property):
             value = value.fget
-        elif isinstance(value, functools.partial):
-            value = value.func
-        elif isinstance(value, functools.cached_property):
+        elif isinstance(value, functools.partial | functools.cached_property):
             value = value.func
         elif isinstance(value, type):
             return
@@ -202,9 +200,9 @@ class _Namespace:
         if kind in _UNCHECKED or name in _NAMES_OF_THE_IMPORT_SYSTEM:
             return False
         if isinstance(value, type):
-            if value.__qualname__ == self._prefix + name:
-                if value.__module__ == self.module.__name__:
-                    return False
+            home = (value.__module__, value.__qualname__)
+            if home == (self.module.__name__, self._prefix + name):
+                return False
         elif kind in _SIMPLE:
             if self._prefix and (kind not in _NUMBERS or name.startswith("_")):
                 return False  # names of fields and slots, and what enums keep
@@ -338,7 +336,7 @@ class _Rules:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keeps garbage collection from going through all of JAX several times during the first look."""
+    """Keeps garbage collection from going through all of JAX during the first look."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -415,7 +413,8 @@ class _Watch:
 
 # Parts of trusted libraries that no traced function runs, but that much time would go into.
 _NOT_WATCHED = (
-    "absl.", "flax.errors", "jax._src.clusters", "jax._src.debugger", "jax._src.export.serialization",
+    "absl.", "flax.errors", "jax._src.clusters", "jax._src.debugger",
+    "jax._src.export.serialization",
     "jax._src.xla_bridge", "jax.experimental.array_serialization", "jaxlib.", "numpy.distutils",
     "numpy.dtypes", "numpy.f2py", "numpy.lib._datasource", "numpy.ma", "numpy.random",
     "numpy.testing", "numpy.typing", "numpy._typing", "scipy", "typing_extensions",
@@ -445,7 +444,7 @@ def find_patches() -> tuple[list[Patch], list[str]]:
 
 
 def names_looked_up() -> frozenset[str]:
-    """The names of attributes that the code of trusted libraries looks up in the objects it gets."""
+    """The names of attributes that the code of trusted libraries looks up."""
     return _watch.names_looked_up()
 
 

@@ -15,7 +15,7 @@ import re
 import types
 import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -203,7 +203,7 @@ def _write_list(walk: Walk, value: list[object]) -> None:
         walk.visit(item)
 
 
-def _write_dict(walk: Walk, value: dict[object, object] | types.MappingProxyType) -> None:
+def _write_dict(walk: Walk, value: Mapping[Any, Any]) -> None:
     walk.write(str(len(value)))
     for key, item in value.items():
         walk.visit(key)
@@ -219,7 +219,7 @@ def _write_cell(walk: Walk, value: types.CellType) -> None:
         walk.visit(content)
 
 
-def _write_partial(walk: Walk, value: functools.partial) -> None:
+def _write_partial(walk: Walk, value: Any) -> None:
     walk.visit(type(value))
     walk.visit(value.func)
     walk.visit(value.args)
@@ -270,10 +270,12 @@ def _write_lru_cache(walk: Walk, value: Any) -> None:
     walk.visit(dict(value.cache_parameters()))
     filled = value.cache_info().currsize > 0
     name = value.__wrapped__.__qualname__
-    walk.note_cacheable(value, f"{name} has cached results from before it was seen" if filled else None)
+    walk.note_cacheable(
+        value, f"{name} has cached results from before it was seen" if filled else None
+    )
 
 
-_NAMED_TUPLE_FIELD: Any = type(collections.namedtuple("_Probe", "field").field)  # type: ignore  # noqa: PYI024
+_NAMED_TUPLE_FIELD: Any = type(collections.namedtuple("_Probe", "field").field)  # type: ignore
 
 
 def _write_named_tuple_field(walk: Walk, value: Any) -> None:
@@ -295,7 +297,7 @@ def _write_deque(walk: Walk, value: collections.deque) -> None:
 
 
 def _write_namespace(walk: Walk, value: types.SimpleNamespace) -> None:
-    _write_dict(walk, vars(value))
+    _write_dict(walk, dict(vars(value)))
 
 
 def _write_pattern(walk: Walk, value: re.Pattern) -> None:
@@ -354,7 +356,7 @@ def _write_object(walk: Walk, value: object) -> None:
     if isinstance(value, types.ModuleType):
         walk.number(value, "module", value.__name__, lambda: functions.write_module(walk, value))
         return
-    writer = _NUMBERED.get(kind)
+    writer: Callable[[Walk, Any], None] | None = _NUMBERED.get(kind)
     if writer is None and isinstance(value, functools.partial):
         writer = _write_partial
     if writer is None:
@@ -363,18 +365,26 @@ def _write_object(walk: Walk, value: object) -> None:
         writer = classes.write_instance
     if callable(value) and kind is not functools._lru_cache_wrapper:
         _note_traced(walk, value)
-    chosen = writer
+    chosen: Callable[[Walk, Any], None] = writer
     walk.number(value, kind.__qualname__, place_of(value), lambda: chosen(walk, value))
 
 
 def _note_traced(walk: Walk, value: object) -> None:
     if type(value).__weakrefoffset__ == 0:
         return  # JAX remembers functions by weak references only
+    if _is_plain_library_function(value):
+        return  # it holds no state that could have changed
     if hooks.was_traced(value):
         name = getattr(value, "__qualname__", type(value).__qualname__)
         walk.note_cacheable(value, f"{name} was traced before it was seen")
     else:
         walk.note_cacheable(value, None)
+
+
+def _is_plain_library_function(value: object) -> bool:
+    if not isinstance(value, types.FunctionType) or value.__closure__:
+        return False
+    return libraries.library_file(value.__code__.co_filename) is not None
 
 
 def place_of(value: object) -> str | None:

@@ -5,8 +5,9 @@ a number at first sight and is written as that number from then on, so that alia
 part of the stream, and its content follows when its turn comes. The order is the walk's own,
 never that of a hash table, so that the stream is the same in every process.
 
-Which attributes count is decided by name (see `Mentions`): an attribute that nothing reached by the
-walk can name does not matter, which is what lets a method stay the same program while a neighbour changes.
+Which attributes count is decided by name (see `Mentions`): an attribute that nothing reached by
+the walk can name does not matter, which is what lets a method stay the same program while a
+neighbour changes.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Mentions:
 
 
 class Walk:
-    """One stream of tokens over one function, with the reasons why it may not be the whole truth."""
+    """One stream of tokens, with the reasons why it may not be the whole truth."""
 
     def __init__(self, write_value: Callable[[Walk, object], None]) -> None:
         self._write_value = write_value

@@ -17,7 +17,7 @@ from fp_harness import Pair, Program
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """A source file of an installed package, the parts of it to mutate, and a program using them."""
+    """A source file of an installed package, the parts to mutate, and a program using them."""
 
     package: str
     file: str
@@ -34,7 +34,9 @@ class Origin:
         return Program({"main.py": _HEADER + self.main, "copied.py": text})
 
 
-_HEADER = "import copied\nimport jax\nimport jax.numpy as jnp\nimport optax\nfrom flax import nnx\n\n\n"
+_HEADER = (
+    "import copied\nimport jax\nimport jax.numpy as jnp\nimport optax\nfrom flax import nnx\n\n\n"
+)
 
 ORIGINS = (
     Origin(
@@ -217,7 +219,7 @@ def program():
 
 
 def pairs(seed: int = 0) -> Iterator[Pair]:
-    """Each origin against its mutants; whether a mutant is another program shows when it is lowered."""
+    """Each origin against its mutants; lowering shows whether a mutant is another program."""
     for number, origin in enumerate(ORIGINS):
         text = origin.text()
         first = origin.program(text)
@@ -233,6 +235,8 @@ def _bare(text: str) -> str:
 
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(node):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(
+            node
+        ):
             node.body = node.body[1:] or [ast.Pass()]
     return ast.unparse(ast.fix_missing_locations(tree))

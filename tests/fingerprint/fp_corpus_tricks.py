@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (programs, one to a line)
 """Pairs that try to get past the fingerprint: Python's ways of hiding what a program depends on."""
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ DOCS = HERE.parents[1] / "docs" / "fingerprint.md"
 
 
 def test_every_row_of_the_table_names_tests_that_exist():
-    tests = set(re.findall(r"^def (test_\w+)", "".join(p.read_text() for p in HERE.glob("test_*.py")), re.M))
+    tests = set(
+        re.findall(r"^def (test_\w+)", "".join(p.read_text() for p in HERE.glob("test_*.py")), re.M)
+    )
     sections = DOCS.read_text().split("\n## ")
     rows = [
         line
@@ -41,7 +43,9 @@ def digest(f, *args) -> str:
 def test_hole_defaults_of_a_library_function_used_by_the_library(load, monkeypatch):
     f = load("def f(x): return jax.nn.silu(x)").f
     before = digest(f)
-    monkeypatch.setattr(optax.adam, "__kwdefaults__", {**optax.adam.__kwdefaults__, "nesterov": True})
+    monkeypatch.setattr(
+        optax.adam, "__kwdefaults__", {**optax.adam.__kwdefaults__, "nesterov": True}
+    )
     assert digest(f) == before
 
 

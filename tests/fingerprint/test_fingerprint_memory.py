@@ -16,7 +16,8 @@ _USES = {
     "scan": "def inner(c, _): return c * K, None\n"
     "def f(x): return jax.lax.scan(inner, x, None, length=2)[0]",
     "checkpoint": "def inner(x): return x * K\ng = jax.checkpoint(inner)\ndef f(x): return g(x)",
-    "cond": "def inner(x): return x * K\ndef f(x): return jax.lax.cond(x[0] > 0, inner, jnp.sin, x)",
+    "cond": "def inner(x): return x * K\n"
+    "def f(x): return jax.lax.cond(x[0] > 0, inner, jnp.sin, x)",
     "bound method": "class C:\n def m(self, x): return x * K\ninner = jax.jit(C().m)\n"
     "def f(x): return inner(x)",
 }
