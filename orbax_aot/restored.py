@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import os
 import threading
 import time
@@ -218,33 +219,45 @@ class RestoredSignature:
         signature = self.signature
         if not _same_static(signature.static, call.static):
             return Match(f"static arguments {signature.static}, now {call.static}")
+        saved_paths = [leaf.path for leaf in signature.inputs]
+        problems = []
         try:
-            order = trees.find_order([leaf.path for leaf in signature.inputs], call.paths)
-        except SignatureError as e:
-            return Match(str(e))
+            order = trees.find_order(saved_paths, call.paths)
+            where: Sequence[int | None] = order or range(len(saved_paths))
+        except SignatureError as e:  # the leaves that are on both sides are compared all the same
+            problems.append(str(e))
+            places = {path: i for i, path in enumerate(call.paths)}
+            where = [places.get(path) for path in saved_paths]
         weakly = False
-        differences = []
-        for i, leaf in enumerate(signature.inputs):
-            aval = call.avals[i if order is None else order[i]]
+        expected = (
+            self._expected_shardings() if self.is_usable and not self.decision.movable else []
+        )
+        differences = self._find_scattered(call)
+        for leaf, i, sharding in itertools.zip_longest(signature.inputs, where, expected):
+            if i is None:
+                continue
+            difference = None
             if leaf.kind != "token":
-                aval = getattr(aval, "inner_aval", aval)
-                differences += self._type_differences(leaf, aval)
+                aval = getattr(call.avals[i], "inner_aval", call.avals[i])
+                difference = self._find_other_type(leaf, aval)
                 weakly |= leaf.weak_type != bool(aval.weak_type)
-        if self.is_usable:
-            differences += self._find_misplaced(call, order)
+            if difference is None and hasattr(sharding, "is_equivalent_to"):
+                difference = self._find_other_place(leaf, call.placements[i], sharding)
+            if difference is not None:
+                differences.append(f"{leaf.path}: {difference}")
         if differences:
-            more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-            return Match("; ".join(differences[:_SHOWN]) + more)
-        return Match(weakly=weakly)
+            problems.append(_first_of(differences))
+        return Match("; ".join(problems), weakly)
 
-    def _type_differences(self, leaf: m.Leaf, aval: Any) -> list[str]:
+    def _find_other_type(self, leaf: m.Leaf, aval: Any) -> str | None:
+        """Returns how an argument's type differs from the saved one; None where it does not."""
         found = (tuple(aval.shape), values.describe_dtype(aval.dtype))
         if found != (leaf.shape, leaf.dtype):
             saved, now = list(leaf.shape), list(found[0])
-            return [f"{leaf.path}: saved as {leaf.dtype}{saved}, now {found[1]}{now}"]
+            return f"saved as {leaf.dtype}{saved}, now {found[1]}{now}"
         if (types := self._explicit_types(leaf, aval)) is not None:
-            return [f"{leaf.path}: saved as {types[0]}, now {types[1]}"]
-        return []
+            return f"saved as {types[0]}, now {types[1]}"
+        return None
 
     def _explicit_types(self, leaf: m.Leaf, aval: Any) -> tuple[str, str] | None:
         """Returns the shardings in two types that differ in explicit mesh axes; None where they agree."""
@@ -264,26 +277,22 @@ class RestoredSignature:
             now = f"{sharding.spec} over {axes}"
         return None if saved == now else (saved or "no explicit sharding", now or "none")
 
-    def _find_misplaced(self, call: functions_lib.Call, order: Sequence[int] | None) -> list[str]:
-        """Returns which arguments lie elsewhere than the executable expects them."""
-        if self.decision.movable:
-            asked = {d for p in call.placements if p is not None for d in p.device_set}
-            return [] if len(asked) < 2 else [f"runs on one device, got arrays on {len(asked)}"]
-        misplaced = []
-        for i, expected in enumerate(self._expected_shardings()):
-            if not hasattr(expected, "is_equivalent_to"):
-                continue
-            leaf = self.signature.inputs[i]
-            placement = call.placements[i if order is None else order[i]]
-            if placement is not None:
-                if not _equivalent(placement, expected, len(leaf.shape)):
-                    misplaced.append(
-                        f"{leaf.path}: expected on {_show(expected)}, got on {_show(placement)}"
-                    )
-            elif self.owner.live and leaf.sharding is not None and not expected.is_fully_replicated:
-                # jit would compile another program, in which XLA chooses where this argument lies.
-                misplaced.append(f"{leaf.path}: expected on {_show(expected)}, got on no device")
-        return misplaced
+    def _find_other_place(self, leaf: m.Leaf, placement: Any, expected: Any) -> str | None:
+        """Returns where an argument lies instead of where it is expected; None where it lies well."""
+        if placement is not None:
+            if not _equivalent(placement, expected, len(leaf.shape)):
+                return f"expected on {_show(expected)}, got on {_show(placement)}"
+        elif self.owner.live and leaf.sharding is not None and not expected.is_fully_replicated:
+            # jit would compile another program, in which XLA chooses where this argument lies.
+            return f"expected on {_show(expected)}, got on no device"
+        return None
+
+    def _find_scattered(self, call: functions_lib.Call) -> list[str]:
+        """Returns a difference where arguments for a program of one device lie on several."""
+        if not (self.is_usable and self.decision.movable):
+            return []
+        asked = {d for p in call.placements if p is not None for d in p.device_set}
+        return [] if len(asked) < 2 else [f"runs on one device, got arrays on {len(asked)}"]
 
     def _expected_shardings(self) -> list[Any]:
         """Returns where each input is expected, flat; None where it is unused or open."""
@@ -411,6 +420,12 @@ def _equivalent(placement: Any, expected: Any, ndim: int) -> bool:
 def _same_static(saved: Sequence[Any], here: Sequence[Any]) -> bool:
     """Compares static arguments; what JSON could not hold is left to the fingerprint of the call."""
     return [tuple(s) for s in saved] == [tuple(s) for s in here]
+
+
+def _first_of(items: Sequence[str], separator: str = "; ") -> str:
+    """Returns the first few of `items` and how many more there are."""
+    more = f"{separator}and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return separator.join(items[:_SHOWN]) + more
 
 
 def _one_line(error: BaseException) -> str:
@@ -736,7 +751,7 @@ class SavedFunction(functions_lib.DirectCall):
                 return entry
         if not problems:
             return self._miss_again()
-        listed = "\n  ".join(dict.fromkeys(problems[:_SHOWN]))
+        listed = _first_of(list(dict.fromkeys(problems)), "\n  ")
         raise SignatureError(
             f"{self._restored.name}: the arguments match none of {len(usable)} saved signatures:\n  {listed}"
         )

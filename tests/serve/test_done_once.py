@@ -54,7 +54,9 @@ def counted(fun, **options):
 
 
 def events(kind):
-    return [(fun, ident) for name, fun, ident in _events if name == kind and "counted_program" in fun]
+    return [
+        (fun, ident) for name, fun, ident in _events if name == kind and "counted_program" in fun
+    ]
 
 
 def save(path, fns, steps=(1,), **options):
