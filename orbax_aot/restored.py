@@ -107,6 +107,8 @@ class RestoredSignature:
             self._load()
         if self.variant is None and not self.owner.live and self.signature.portable is not None:
             self._rebuild()
+        if self.verdict is Verdict.REFUSED:
+            self.owner.announce(Verdict.REFUSED, self.reasons, self.secs)
 
     def _load(self) -> None:
         try:
@@ -208,6 +210,8 @@ class RestoredSignature:
                 program = LoadedProgram.load(serialized, devices, lowered)
             except Exception as e:
                 self.give_up(Reason(ReasonCode.LOAD_FAILED, _one_line(e)))
+                if self.verdict is Verdict.REFUSED:
+                    self.owner.announce(Verdict.REFUSED, self.reasons, self.secs)
                 return None
             self._programs[devices] = program
             return program
@@ -255,7 +259,9 @@ class RestoredSignature:
         if found != (leaf.shape, leaf.dtype):
             saved, now = list(leaf.shape), list(found[0])
             return f"saved as {leaf.dtype}{saved}, now {found[1]}{now}"
-        if (types := self._explicit_types(leaf, aval)) is not None:
+        # A live function would be traced anew for another explicit sharding. What was saved takes any array that lies
+        # where it should.
+        if self.owner.live and (types := self._explicit_types(leaf, aval)) is not None:
             return f"saved as {types[0]}, now {types[1]}"
         return None
 
@@ -420,6 +426,11 @@ def _equivalent(placement: Any, expected: Any, ndim: int) -> bool:
 def _same_static(saved: Sequence[Any], here: Sequence[Any]) -> bool:
     """Compares static arguments; what JSON could not hold is left to the fingerprint of the call."""
     return [tuple(s) for s in saved] == [tuple(s) for s in here]
+
+
+def _listed(reasons: Sequence[Reason]) -> str:
+    """Returns reasons as a part of a sentence; the details of some are sentences themselves."""
+    return "; ".join(str(reason).rstrip(".") for reason in reasons)
 
 
 def _first_of(items: Sequence[str], separator: str = "; ") -> str:
@@ -623,7 +634,7 @@ class RestoredFunction:
     ) -> functions_lib.Entry:
         if self.on_mismatch == "raise" and not unseen:
             raise IncompatibleExecutableError(
-                f"{self.name}: the saved executable is not used: {'; '.join(map(str, reasons))}. "
+                f"{self.name}: the saved executable is not used: {_listed(reasons)}. "
                 "Pass on_mismatch='recompile' to compile it anew."
             )
         start = time.perf_counter()
@@ -692,7 +703,7 @@ class SavedFunction(functions_lib.DirectCall):
         restored.wait()
         usable = [s for s in restored.signatures if s.is_usable]
         if not usable:
-            reasons = "; ".join(map(str, restored.report().reasons)) or "nothing was saved of it"
+            reasons = _listed(restored.report().reasons) or "nothing was saved of it"
             raise IncompatibleExecutableError(
                 f"{restored.name}: cannot be called here: {reasons}. "
                 "Pass the live function to AotRestore(fns={...}) to compile it."
@@ -757,7 +768,7 @@ class SavedFunction(functions_lib.DirectCall):
         )
 
     def _miss_again(self) -> functions_lib.Entry:
-        reasons = "; ".join(map(str, self._restored.report().reasons))
+        reasons = _listed(self._restored.report().reasons)
         raise IncompatibleExecutableError(f"{self._restored.name}: cannot be loaded: {reasons}")
 
 

@@ -10,7 +10,7 @@ import importlib
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from serve_inputs import MORE, features, mesh_of, tokens
+from serve_inputs import AXES, MORE, bits, features, mesh_of, tokens
 from watching import WORK_EVENTS, watching
 
 import orbax_aot as oaot
@@ -80,3 +80,36 @@ def places(tree):
 
 def try_to_import(module):
     importlib.import_module(module)
+
+
+def call_each(path, shape, names=None, axes=None, step=1):
+    """Restores functions of one state array `w`, calls each, and tells results or refusals, and the array itself."""
+    mesh = mesh_of(shape, axes=axes or AXES)
+    with watching() as watched:
+        state, fns = restore(path, step, mesh=mesh, fns=names)
+        found = {"w": bits(state["w"]), "w_at": where(state["w"]), "functions": {}}
+        for name in fns:
+            told = found["functions"][name] = about(fns.report[name])
+            try:
+                told["result"] = bits(fns[name](state["w"]))
+            except Exception as e:
+                told["error"] = f"{type(e).__name__}: {e}"
+    return {**found, "tracebacks": watched.tracebacks(), "lines": watched.lines()}
+
+
+def restore_or_raise(path, shape):
+    """Restores with on_mismatch="raise"; returns the message."""
+    try:
+        restore(path, 1, mesh=mesh_of(shape), on_mismatch="raise")
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+
+
+def call_explicit(path, shape, types):
+    kinds = (getattr(jax.sharding.AxisType, types),) * 2
+    mesh = jax.sharding.Mesh(mesh_of(shape).devices, AXES, axis_types=kinds)
+    state, fns = restore(path, mesh=mesh)
+    x = np.arange(32, dtype=np.float32).reshape(4, 8)
+    spec = jax.sharding.PartitionSpec("data", "model")
+    result = fns.f(state, jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)))
+    return {**about(fns.report["f"]), "result": np.asarray(result).tolist(), "at": where(result)}

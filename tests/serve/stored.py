@@ -46,3 +46,26 @@ def replace_portable(path, name, data: bytes, step=1) -> None:
     function = msgspec.structs.replace(function, signatures=(signature,))
     functions = {**body.functions, name: function}
     store.write_manifest(msgspec.structs.replace(body, functions=functions))
+
+
+def age_portable(path, name, step=1) -> None:
+    """Makes a function's StableHLO look as if a JAX of years to come had written it."""
+    import dataclasses
+
+    import jax
+
+    exported = jax.export.deserialize(bytearray(read_portable(path, name, step)))
+    newer = dataclasses.replace(exported, calling_convention_version=99)
+    replace_portable(path, name, bytes(newer.serialize()), step)
+
+
+def damage_portable(path, name, step=1) -> None:
+    """Flips a byte in the stored file of a function's StableHLO; the manifest stays as it is."""
+    function = body_of(path, step).functions[name]
+    (signature,) = function.signatures
+    file = (
+        store_of(path, step).folder / function.folder / signature.folder / signature.portable.file
+    )
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
