@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import os
 import platform
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jaxlib.version
@@ -31,6 +33,7 @@ from orbax_aot.errors import IncompatibleExecutableError
 from orbax_aot.report import Reason, ReasonCode, Verdict
 from orbax_aot.version import __version__
 
+_T = TypeVar("_T")
 _VERIFY = ("code", "program", "signature")
 _ON_MISMATCH = ("recompile", "raise")
 _SAVABLE = (
@@ -78,6 +81,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         self._timeout_secs = timeout_secs
         self._json_handler = ocp.JsonCheckpointHandler()
         self._saves_state = True
+        self._restored: weakref.WeakSet[restored_lib.RestoredFunction] = weakref.WeakSet()
         # Orbax asks the instance. The class's own typestr stays unique, since classes are registered by it.
         self.typestr = self._typestr  # type: ignore[method-assign]
 
@@ -129,10 +133,15 @@ class AotHandler(ocp.AsyncCheckpointHandler):
 
     def _take_snapshot(self, args: AotSave) -> _Snapshot | None:
         try:
-            if args.fns is None or is_off() or jax.process_index() != 0:
+            restored = tuple(self._restored)
+            if not (args.fns is not None or restored) or is_off() or jax.process_index() != 0:
                 return None
+            functions = None
+            if args.fns is not None:
+                functions = {name: _executables_of(fn, name) for name, fn in args.fns.items()}
             return _Snapshot(
-                functions={name: _executables_of(fn, name) for name, fn in args.fns.items()},
+                functions=functions,
+                restored=restored,
                 state=state_lib.take_snapshot(args.item),
                 kind="functions" if args.item is None else "state",
                 portable=args.portable,
@@ -192,7 +201,9 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         if args.on_mismatch == "raise":
             restoring.require_fit()
         state = self._restore_state(directory, args, restoring)
-        return Restored(state, restoring.finish())
+        fns = restoring.finish()
+        self._restored.update(restoring.functions)
+        return Restored(state, fns)
 
     def _restore_state(self, directory: epath.Path, args: AotRestore, restoring: _Restoring) -> Any:
         if not self._has_state(directory):
@@ -224,7 +235,8 @@ def _executables_of(fn: Any, name: str) -> tuple[functions_lib.Executable, ...]:
 class _Snapshot:
     """What of a save was seen on the training thread: references only, no arrays."""
 
-    functions: dict[str, tuple[functions_lib.Executable, ...]]
+    functions: dict[str, tuple[functions_lib.Executable, ...]] | None  # None: none are saved
+    restored: tuple[restored_lib.RestoredFunction, ...]
     state: state_lib.Snapshot | None
     kind: str
     portable: bool | Sequence[str]
@@ -241,15 +253,30 @@ class _Saving:
     def run(self, store: store_lib.Store) -> None:
         """Writes all that is ready in time, and the manifest. Never raises."""
         try:
-            self._run(store)
+            self._read_others()
+            if self._snapshot.functions is not None:
+                self._run(store, self._snapshot.functions)
         except Exception:
             logging.exception("%s: no executables in this save; the state is saved.", store.folder)
 
-    def _run(self, store: store_lib.Store) -> None:
+    def _read_others(self) -> None:
+        """Reads what later saves need of the step that functions were restored from.
+
+        Once this save is committed, Orbax may delete that step.
+        """
+        try:
+            for restored in self._snapshot.restored:
+                self._within_limit(restored.read_others)
+        except Exception:
+            logging.exception("What was saved beside the executables in use may be missing later.")
+
+    def _run(
+        self, store: store_lib.Store, saved: Mapping[str, tuple[functions_lib.Executable, ...]]
+    ) -> None:
         start = time.perf_counter()
         tables = m.Tables()
         functions = {}
-        for name, executables in self._snapshot.functions.items():
+        for name, executables in saved.items():
             functions[name] = self._write_function(store, tables, name, executables)
         state = state_lib.describe(self._snapshot.state, tables)
         store.write_manifest(
@@ -287,7 +314,9 @@ class _Saving:
         problems: list[m.Absent] = []
         for executable in executables:
             try:
-                artifact = self._pack(executable)
+                artifact = self._within_limit(
+                    functools.partial(executable.pack, self._snapshot.portable)
+                )
                 where = f"{folder}/{len(signatures)}"
                 signatures.append(artifact.write(store, tables, where))
             except Exception as e:
@@ -302,20 +331,20 @@ class _Saving:
             return m.Function(folder=folder, signatures=tuple(signatures))
         return m.Function(absent=problems[0])
 
-    def _pack(self, executable: functions_lib.Executable) -> artifact_lib.Artifact:
-        """Packs on a thread that can be left behind: what hangs in there must not hold the step back."""
+    def _within_limit(self, work: Callable[[], _T]) -> _T:
+        """Runs `work` on a thread that can be left behind: what hangs in there must not hold the step back."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"not done within {self._timeout_secs:g} s")
-        result: concurrent.futures.Future[artifact_lib.Artifact] = concurrent.futures.Future()
+        result: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
-        def work() -> None:
+        def run() -> None:
             try:
-                result.set_result(executable.pack(self._snapshot.portable))
+                result.set_result(work())
             except BaseException as e:
                 result.set_exception(e)
 
-        threading.Thread(target=work, name="orbax_aot_pack", daemon=True).start()
+        threading.Thread(target=run, name="orbax_aot_pack", daemon=True).start()
         try:
             return result.result(timeout=left)
         except concurrent.futures.TimeoutError:
@@ -361,6 +390,10 @@ class _Restoring:
             }
         for function in self._restored.values():
             function.start()
+
+    @property
+    def functions(self) -> Sequence[restored_lib.RestoredFunction]:
+        return tuple(self._restored.values())
 
     def _saved_names(self) -> Sequence[str]:
         return sorted(self._manifest.functions) if self._manifest is not None else ()

@@ -77,6 +77,7 @@ class RestoredSignature:
         self._decoder = values.Decoder(saved.body, devices) if devices else None
         self._rebuilt: jax.stages.Compiled | None = None
         self._programs: dict[tuple[Any, ...], LoadedProgram] = {}
+        self._others: artifact_lib.Others | None = None
         self._loading: concurrent.futures.Future[None] | None = None
 
     @property
@@ -392,7 +393,13 @@ class RestoredSignature:
         """Returns what is to be saved: the variant at hand, told as it was saved, with its companions."""
         if self._rebuilt is not None:  # a new variant of the signature as it was saved
             artifact = artifact.as_variant_of(self.signature, self.body)
-        return self.saved.complete(artifact, skip=self.decision.variant)
+        return self.read_others().join(artifact)
+
+    def read_others(self) -> artifact_lib.Others:
+        """Reads what was saved beside what is in use, once; to be called while the step it came from is there."""
+        if self._others is None:
+            self._others = self.saved.read_others(skip=self.decision.variant)
+        return self._others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -472,6 +479,13 @@ class RestoredFunction:
         """Returns what has been loaded and not been refuted."""
         found = (s.as_executable() for s in self.signatures)
         return tuple(e for e in found if e is not None)
+
+    def read_others(self) -> None:
+        """Reads what later saves store beside what is in use. Takes file reads, so it belongs in a commit."""
+        for signature in self.signatures:
+            signature.wait()
+            if signature.is_usable:
+                signature.read_others()
 
     def report(self) -> FunctionReport:
         """Returns what became of the function; waits for loads under way."""

@@ -113,3 +113,28 @@ def call_explicit(path, shape, types):
     spec = jax.sharding.PartitionSpec("data", "model")
     result = fns.f(state, jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)))
     return {**about(fns.report["f"]), "result": np.asarray(result).tolist(), "at": where(result)}
+
+
+def serve_and_save(path, shape, save_steps=(), order=None, keep=None):
+    """Restores the latest step of the MLP on a mesh, runs both functions, saves them with the next steps."""
+    mesh = mesh_of(shape, order=order)
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep)
+    with (
+        ocp.CheckpointManager(path, options=options, item_handlers=oaot.AotHandler()) as mngr,
+        watching() as watched,
+    ):
+        state, fns = mngr.restore(mngr.latest_step(), args=oaot.AotRestore(mesh=mesh))
+        spread = mesh if mesh.size > 1 else None
+        _, loss = fns.train_step(state, features(3, spread))
+        found = {
+            "predict": about(fns.report["predict"]),
+            "train_step": about(fns.report["train_step"]),
+            "logits": bits(fns["predict"](state, features(99, spread))["logits"]),
+            "loss": float(loss),
+        }
+        for step, names in save_steps:
+            given = None if names is None else {name: fns[name] for name in names}
+            mngr.save(step, args=oaot.AotSave(state, fns=given))
+            mngr.wait_until_finished()
+        found["steps"] = list(mngr.all_steps())
+    return {**found, "tracebacks": watched.tracebacks()}
