@@ -73,6 +73,7 @@ class FunctionPlan:
     decisions: tuple[Decision, ...] = ()
     reasons: tuple[Reason, ...] = ()
     live: bool = False
+    live_everywhere: bool = True  # in all processes of the job that has it here
 
     @property
     def verdict(self) -> Verdict:
@@ -233,7 +234,7 @@ def find_code_difference(saved: m.Code | None, here: m.Code | None) -> Reason | 
     """Returns why two fingerprints of a function do not show that the code is the same; None where they do."""
     if saved is None or here is None:
         return Reason(ReasonCode.CODE_UNDECIDABLE, "no fingerprint of the code")
-    unseen = (*saved.undecidable, *here.undecidable)
+    unseen = list(saved.undecidable) + list(here.undecidable)
     if unseen:
         more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
         return Reason(ReasonCode.CODE_UNDECIDABLE, unseen[0] + more)
@@ -286,9 +287,14 @@ def find_environment_changes(saved: m.Environment, here: m.Environment) -> list[
     if saved.cpu_features != here.cpu_features:
         gone, come = _set_difference(saved.cpu_features, here.cpu_features)
         reasons.append(Reason(ReasonCode.CPU_FEATURES, gone, come))
+    config, config_here = saved.config, here.config
+    if saved.jax != here.jax:  # each JAX has settings of its own
+        common = config.keys() & config_here.keys()
+        config = {name: config[name] for name in common}
+        config_here = {name: config_here[name] for name in common}
     for code, there, now in (
         (ReasonCode.XLA_FLAGS, saved.xla_flags, here.xla_flags),
-        (ReasonCode.JAX_CONFIG, saved.config, here.config),
+        (ReasonCode.JAX_CONFIG, config, config_here),
     ):
         if there != now:
             reasons.append(Reason(code, *_dict_difference(there, now)))
@@ -339,14 +345,28 @@ def _place(
     if count == 1 and request.single is not None:
         return None, (request.single,)
     if count <= len(local):
-        return None, tuple(local[:count])
+        return None, _in_saved_order(local[:count], saved, here)
     if count == here.count:
-        return None, tuple(range(count))
+        return None, _in_saved_order(range(count), saved, here)
     return _count_reason(count, here.count), ()
 
 
+def _in_saved_order(
+    positions: Sequence[int], saved: m.Topology, here: m.Topology
+) -> tuple[int, ...]:
+    """Returns `positions` in the order of the save where they are the devices of the save.
+
+    A mesh need not lie over the devices in their own order.
+    """
+    by_id = {here.ids[i]: i for i in positions}
+    if sorted(by_id) != sorted(saved.ids):
+        return tuple(positions)
+    return tuple(by_id[i] for i in saved.ids)
+
+
 def _count_reason(saved: int, here: int) -> Reason:
-    return Reason(ReasonCode.DEVICE_COUNT, f"for {saved} devices", f"{here} devices")
+    devices = lambda n: f"{n} device" if n == 1 else f"{n} devices"
+    return Reason(ReasonCode.DEVICE_COUNT, f"for {devices(saved)}", devices(here))
 
 
 def _meshes_of(variant: m.Variant, body: m.Body) -> list[m.Mesh]:

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 from absl import logging
 
+from orbax_aot import agreement, multihost, trees
 from orbax_aot import artifact as artifact_lib
 from orbax_aot import functions as functions_lib
 from orbax_aot import manifest as m
 from orbax_aot import plan as plan_lib
-from orbax_aot import trees
 from orbax_aot._jax import compiled as compiled_lib
 from orbax_aot._jax import dispatch, values
 from orbax_aot.errors import (
@@ -106,10 +106,11 @@ class RestoredSignature:
     def _load_or_rebuild(self) -> None:
         if self.variant is not None:
             self._load()
-        if self.variant is None and not self.owner.live and self.signature.portable is not None:
-            self._rebuild()
-        if self.verdict is Verdict.REFUSED:
-            self.owner.announce(Verdict.REFUSED, self.reasons, self.secs)
+        if self.variant is None and not self.owner.live:
+            if self.signature.portable is not None:
+                self._rebuild()
+            if self.verdict is Verdict.REFUSED:
+                self.owner.announce(Verdict.REFUSED, self.reasons, self.secs)
 
     def _load(self) -> None:
         try:
@@ -195,6 +196,19 @@ class RestoredSignature:
             self.verdict = Verdict.RECOMPILED if self.owner.live else Verdict.REFUSED
             self._programs.clear()
             self._rebuilt = None
+
+    def follow(self, decision: plan_lib.Decision) -> None:
+        """Takes over what all processes have agreed on."""
+        with self._lock:
+            if decision.verdict is Verdict.PENDING:
+                self.verdict, self.reasons = decision.verdict, decision.reasons
+                return
+            self.give_up()
+            self.verdict, self.reasons = decision.verdict, decision.reasons
+
+    @property
+    def spans_processes(self) -> bool:
+        return len({d.process_index for d in self.devices}) > 1
 
     def program_on(
         self, devices: tuple[Any, ...], lowered: jax.stages.Lowered | None = None
@@ -313,7 +327,7 @@ class RestoredSignature:
                 expected[index - len(variant.constants)] = self._decoder.sharding(sharding)
         return expected
 
-    def has_context(self, call: functions_lib.Call) -> Reason | None:
+    def find_context_change(self, call: functions_lib.Call) -> Reason | None:
         """Returns how the thread's trace context differs from that at the time of compiling; None where equal."""
         there, now = self.signature.context, call.context
         if there is None or there == now:
@@ -454,7 +468,16 @@ def _one_line(error: BaseException) -> str:
 class RestoredFunction:
     """All saved signatures of one function, with the plan for them, bound to a live function or to none."""
 
-    def __init__(self, name: str, plan: plan_lib.FunctionPlan, *, verify: str, on_mismatch: str):
+    def __init__(
+        self,
+        name: str,
+        plan: plan_lib.FunctionPlan,
+        *,
+        verify: str,
+        on_mismatch: str,
+        group: multihost.Group | None = None,
+    ):
+        """`group` holds the processes that must come to the same decisions."""
         self.name = name
         self.plan = plan
         self.live = plan.live
@@ -465,7 +488,61 @@ class RestoredFunction:
         self._reasons: tuple[Reason, ...] = plan.reasons
         self._secs = 0.0
         self._said: set[tuple[Verdict, str]] = set()
+        self._group = group
+        self._exchanges = itertools.count()
         self._lock = threading.RLock()
+
+    def as_plan(self) -> plan_lib.FunctionPlan:
+        """Returns what came of the plan, for the other processes; waits for loads."""
+        self.wait()
+        decisions = tuple(
+            dataclasses.replace(s.decision, verdict=s.verdict, reasons=s.reasons)
+            for s in self.signatures
+        )
+        return plan_lib.FunctionPlan(decisions, self._reasons, self.live)
+
+    def follow(self, plan: plan_lib.FunctionPlan) -> None:
+        """Takes over what all processes have agreed on after loading: what one lost, none uses."""
+        self.live = plan.live
+        self._reasons = plan.reasons
+        if not plan.decisions:
+            self._function_verdict = plan.verdict
+            for signature in self.signatures:
+                signature.give_up()
+        for signature, decision in zip(self.signatures, plan.decisions, strict=False):
+            if decision.verdict is not signature.verdict:
+                signature.follow(decision)
+
+    def _agree_on_call(
+        self, signature: RestoredSignature, verdict: Verdict, why: str
+    ) -> Reason | None:
+        """Returns why this call must not go on as `verdict`, which other processes do not share; None where all do.
+
+        Only programs that run in several processes need this. All make the call, and each asks here once, so that
+        one whose code differs does not run another program than the others.
+        """
+        if self._group is None or self._group.is_alone or not signature.spans_processes:
+            return None
+        if not self.plan.live_everywhere:
+            if verdict is Verdict.LOADED:
+                return None
+            raise self._refusal([Reason(ReasonCode.CODE_CHANGED, why)])
+        own = plan_lib.FunctionPlan(
+            (plan_lib.Decision(verdict, (Reason(ReasonCode.CODE_CHANGED, why),) if why else ()),),
+            (),
+            True,
+        )
+        try:
+            views = self._group.exchange(
+                f"call/{self.name}/{next(self._exchanges)}", agreement.make_view({self.name: own})
+            )
+        except Exception as e:
+            return Reason(ReasonCode.OTHER_PROCESS, str(e))
+        agreed = agreement.agree({self.name: own}, views, self._group.index)[self.name]
+        if agreed.verdict is verdict:
+            return None
+        reasons = agreed.reasons or agreed.decisions[0].reasons
+        return reasons[-1] if reasons else Reason(ReasonCode.OTHER_PROCESS)
 
     def start(self) -> None:
         for signature in self.signatures:
@@ -514,19 +591,21 @@ class RestoredFunction:
         Raises:
           IncompatibleExecutableError: a saved executable may not be used, and `on_mismatch="raise"`.
         """
+        if self._function_verdict is Verdict.REFUSED:
+            raise self._refusal(self._reasons)
         if not self.signatures:
             return self._compile(call, function, self._reasons)
-        nearest = ""
-        for weak_too in (False, True):
-            for signature in self.signatures:
-                match = signature.match(call)
-                if match.why:
-                    nearest = nearest or match.why
-                elif not match.weakly or weak_too:
-                    return self._use(signature, call, function, weakly=match.weakly)
-        reason = Reason(ReasonCode.SIGNATURE_CHANGED, nearest or "no such signature was saved")
+        matches = [(signature, signature.match(call)) for signature in self.signatures]
+        reason = Reason(ReasonCode.SIGNATURE_CHANGED, matches[0][1].why)
+        for signature, match in sorted(matches, key=lambda pair: pair[1].weakly):
+            if match.why:
+                continue
+            changed = signature.find_context_change(call)
+            if changed is None or signature.variant is None:
+                return self._use(signature, call, function, weakly=match.weakly)
+            reason = changed
         with self._lock:
-            self._reasons = (*self._reasons, reason)
+            self._reasons = tuple(dict.fromkeys((*self._reasons, reason)))
         return self._compile(call, function, (reason,), unseen=True)
 
     def _use(
@@ -539,11 +618,12 @@ class RestoredFunction:
     ) -> functions_lib.Entry | None:
         signature.wait()
         if signature.variant is None:
-            return self._compile(call, function, signature.reasons, signature)
-        if (reason := signature.has_context(call)) is not None:
-            signature.give_up(reason)
+            if signature.verdict is Verdict.REFUSED:
+                raise self._refusal(signature.reasons)
             return self._compile(call, function, signature.reasons, signature)
         doubt = self._find_doubt(signature, call, function, weakly=weakly)
+        verdict = Verdict.LOADED if doubt is None else Verdict.PENDING
+        doubt = self._agree_on_call(signature, verdict, str(doubt or "")) or doubt
         if doubt is None:
             try:
                 entry = signature.make_entry(call, exact=True)
@@ -560,6 +640,12 @@ class RestoredFunction:
                     "code" if self.verify == "code" else self.verify,
                 )
         return self._compare_programs(signature, call, function, doubt)
+
+    def _refusal(self, reasons: Sequence[Reason]) -> IncompatibleExecutableError:
+        return IncompatibleExecutableError(
+            f"{self.name}: cannot be called here: {'; '.join(map(str, reasons))}. All processes refuse it "
+            "alike, since those without the live function could not compile it."
+        )
 
     def _find_doubt(
         self,
@@ -606,13 +692,22 @@ class RestoredFunction:
         saved = signature.signature.program
         here = program_digest(lowering.lowered)
         same = saved == here or (self.verify == "signature" and signature.needs_lowering)
+        reasons = [doubt] if doubt.code is ReasonCode.CODE_CHANGED else []
         if not same:
-            reasons = [doubt] if doubt.code is ReasonCode.CODE_CHANGED else []
-            changed = Reason(
-                ReasonCode.PROGRAM_CHANGED, f"program {str(saved)[7:15]}", f"program {here[7:15]}"
+            reasons.append(
+                Reason(
+                    ReasonCode.PROGRAM_CHANGED,
+                    f"program {str(saved)[7:15]}",
+                    f"program {here[7:15]}",
+                )
             )
+        verdict = Verdict.LOADED if same else Verdict.RECOMPILED
+        other = self._agree_on_call(signature, verdict, "" if same else str(reasons[-1]))
+        if other is not None:
+            reasons.append(other)
+        if not same or other is not None:
             signature.reasons = ()
-            signature.give_up(*reasons, changed)
+            signature.give_up(*reasons)
             return self._compile(call, function, signature.reasons, signature, lowering)
         entry = signature.make_entry(call, exact=False, lowered=lowering.lowered)
         if entry is None:
@@ -697,10 +792,23 @@ class SavedFunction(functions_lib.DirectCall):
         self._entries: dict[Any, functions_lib.Entry] = {}
         self._lock = threading.RLock()
         self.__name__ = self.__qualname__ = restored.name
-        self.__call__ = dispatch.make_dispatcher(restored.name, None, self._miss)
+        self.__call__ = dispatch.make_dispatcher(
+            restored.name, self._explain_floating_point_error, self._miss
+        )
 
     def __repr__(self) -> str:
         return f"SavedFunction({self._restored.name!r}, {self._restored.report().verdict})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"The SavedFunction {self._restored.name!r} cannot be pickled; restore it from its checkpoint instead."
+        )
+
+    def __copy__(self) -> SavedFunction:
+        return self  # functions are not copied either
+
+    def __deepcopy__(self, memo: Any) -> SavedFunction:
+        return self
 
     @property
     def executables(self) -> tuple[functions_lib.Executable, ...]:
@@ -735,8 +843,20 @@ class SavedFunction(functions_lib.DirectCall):
         if entry is None:
             with self._lock:
                 entry = self._entries[call.key] = self._find_entry(call, usable)
-        result, fast = entry.run(call.flat)
+        try:
+            result, fast = entry.run(call.flat)
+        except Exception as e:
+            if dispatch.is_floating_point_error(e):
+                self._explain_floating_point_error()
+            raise
         return result, fast, False
+
+    def _explain_floating_point_error(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands where `jax_debug_nans` runs a function's source to find the operation that made a NaN."""
+        raise FloatingPointError(
+            f"{self._restored.name}: invalid value (nan or inf) in a result. Pass the live function to "
+            "AotRestore(fns={...}) to see which operation made it."
+        )
 
     def _without_static(
         self, usable: Sequence[RestoredSignature], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -805,7 +925,9 @@ class RestoredFunctions(Mapping[str, Any]):
         return self._functions[name]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._functions:
+        if name.startswith("_"):  # asked for while it is being copied, before it has any attributes
+            raise AttributeError(name)
+        if name not in self._functions:
             known = ", ".join(sorted(self._functions)) or "none"
             raise AttributeError(f"no restored function {name!r}; there are: {known}")
         return self._functions[name]

@@ -55,8 +55,14 @@ def solve(a):
     return jax.scipy.linalg.solve_triangular(a, jnp.ones(6), lower=True)
 
 
+def sort(a):
+    """Cannot be serialized once it has run (on the CPU, with XLA as it is in jax 0.10.2 to 0.12.0.1)."""
+    return jnp.sort(a, axis=0), jnp.argsort(a.ravel())
+
+
 def random(a):
-    return a + jax.random.normal(jax.random.key(7), a.shape)
+    key = jax.random.key(7)
+    return a + jax.random.normal(key, a.shape), jax.random.permutation(key, 6)
 
 
 def scan(a):
@@ -77,7 +83,7 @@ def low_precision(a):
 
 
 LAPACK = {f.__name__: f for f in (svd, eigh, cholesky, qr, solve)}
-OTHERS = {f.__name__: f for f in (random, scan, fft, conv, low_precision)}
+OTHERS = {f.__name__: f for f in (sort, random, scan, fft, conv, low_precision)}
 
 
 def save_special(path):

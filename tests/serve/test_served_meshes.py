@@ -25,7 +25,7 @@ VERDICTS = {
     "(4, 2)": ("REBUILT", ["MESH_SHAPE: saved data=2xmodel=4, here data=4xmodel=2"]),
     "(2, 2)": ("REBUILT", ["DEVICE_COUNT: saved for 8 devices, here 4 devices"]),
     "(1, 2)": ("REBUILT", ["DEVICE_COUNT: saved for 8 devices, here 2 devices"]),
-    "(1, 1)": ("REBUILT", ["DEVICE_COUNT: saved for 8 devices, here 1 devices"]),
+    "(1, 1)": ("REBUILT", ["DEVICE_COUNT: saved for 8 devices, here 1 device"]),
 }
 BIT_EQUAL = {NO_MESH, "(2, 4)", REVERSED}
 PROGRAMS = {"language_step", "language", "classify", "mlp", "mlp_step"}
@@ -130,7 +130,7 @@ def test_a_machine_with_one_device_serves_what_eight_trained(trained, lone_serve
     found = lone_server.run("serve_cases:serve", root / model, model)
     for function in functions_of(found):
         assert function["verdict"] == "REBUILT"
-        assert function["reasons"] == ["DEVICE_COUNT: saved for 8 devices, here 1 devices"]
+        assert function["reasons"] == ["DEVICE_COUNT: saved for 8 devices, here 1 device"]
     np.testing.assert_allclose(found["logits"], expected[model]["logits"], rtol=1e-5, atol=1e-5)
     if "losses" in found:
         np.testing.assert_allclose(found["losses"], expected[model]["losses"], rtol=1e-5, atol=1e-5)
