@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import msgspec
 
@@ -75,17 +76,18 @@ class Artifact:
     def with_variants_of(self, other: Artifact) -> Artifact:
         """Returns the artifact with the variants of `other` behind its own: the same signature for other places.
 
-        A variant for a place that it has one for already is superseded, and left out.
+        A variant for a place that it has one for already is superseded, and left out. Meshes of other shapes may
+        have the same devices; it is the shardings that tell them apart.
         """
         tables = m.Tables()
         own = tables.adopt_signature(self.signature, self.body)
         theirs = tables.adopt_signature(other.signature, other.body)
-        places = [(v.topology, v.environment) for v in own.variants]
+        places = [_place_of(v) for v in own.variants]
         files = {k: v for k, v in self.files.items() if not k.endswith(_VARIANT)}
         variants = []
         for source, variant in (
             *((self, v) for v in own.variants),
-            *((other, v) for v in theirs.variants if (v.topology, v.environment) not in places),
+            *((other, v) for v in theirs.variants if _place_of(v) not in places),
         ):
             name = f"{len(variants)}{_VARIANT}"
             files[name] = source.files[variant.file]
@@ -103,6 +105,11 @@ class Artifact:
             store_lib.unpack(self.files[c.file], c, c.file) for c in variant.constants
         )
         return PartiallySerialized(self.signature, self.body, payload, constants)
+
+
+def _place_of(variant: m.Variant) -> tuple[Any, ...]:
+    """Returns what tells variants of one signature apart, whose shardings are of the same tables."""
+    return variant.topology, variant.environment, variant.in_shardings, variant.out_shardings
 
 
 def pack(serialized: PartiallySerialized) -> Artifact:
@@ -156,11 +163,12 @@ class SavedSignature:
         name = self._name(portable.file)
         return store_lib.unpack(self.store.read(name, portable), portable, name)
 
-    def complete(self, artifact: Artifact, skip: int | None) -> Artifact:
-        """Adds what this signature has besides the variant `skip`, as far as it can still be read.
+    def read_others(self, skip: int | None) -> Others:
+        """Reads what this signature has besides the variant `skip`, as far as it can still be read.
 
         The step it came from may have been deleted since; then what is at hand is all there is.
         """
+        variants = []
         for index in range(len(self.signature.variants)):
             if index != skip:
                 try:
@@ -168,15 +176,36 @@ class SavedSignature:
                     other.unpack(self._name(other.variant.file))
                 except (CorruptArtifactError, OSError):
                     continue
-                artifact = artifact.with_variants_of(other)
-        portable = self.signature.portable
+                variants.append(other)
+        portable, absent = self.signature.portable, self.signature.portable_absent
+        stored = None
         if portable is not None:
             try:
                 stored = self.store.read(self._name(portable.file), portable)
-            except (CorruptArtifactError, OSError):
-                return artifact
+            except (CorruptArtifactError, OSError) as e:
+                portable = None
+                absent = m.Absent(code="NOT_SAVED", detail=f"{e}"[:300])
+        return Others(tuple(variants), portable, stored, absent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Others:
+    """What a signature of a checkpoint has besides the variant in use: other variants, and StableHLO or why not."""
+
+    variants: tuple[Artifact, ...]
+    portable: m.Portable | None
+    stored_portable: bytes | None
+    portable_absent: m.Absent | None
+
+    def join(self, artifact: Artifact) -> Artifact:
+        """Returns `artifact`, the variant in use, with the others."""
+        for other in self.variants:
+            artifact = artifact.with_variants_of(other)
+        files, portable = artifact.files, self.portable
+        if portable is not None and self.stored_portable is not None:
             portable = msgspec.structs.replace(portable, file=_PORTABLE)
-            signature = msgspec.structs.replace(artifact.signature, portable=portable)
-            files = {**artifact.files, _PORTABLE: stored}
-            artifact = dataclasses.replace(artifact, signature=signature, files=files)
-        return artifact
+            files = {**files, _PORTABLE: self.stored_portable}
+        signature = msgspec.structs.replace(
+            artifact.signature, portable=portable, portable_absent=self.portable_absent
+        )
+        return dataclasses.replace(artifact, signature=signature, files=files)

@@ -91,6 +91,10 @@ class Restoring:
         except Exception as e:
             return agreement.without_the_others(plans, str(e))
 
+    @property
+    def functions(self) -> Sequence[restored_lib.RestoredFunction]:
+        return tuple(self._restored.values())
+
     def _saved_names(self) -> Sequence[str]:
         return sorted(self._manifest.functions) if self._manifest is not None else ()
 
