@@ -8,25 +8,36 @@ import importlib
 import inspect
 import pkgutil
 import shutil
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import programs
 
 import orbax_aot as oaot
-import programs
 
 MESH_IDS = (0, 1)
 
-# What Orbax itself calls; these hand over to the wrapped handler, and their own part is in what they call.
-_ENTRY_POINTS = {
-    f"orbax_aot.handler.AotHandler.{name}"
-    for name in ("__init__", "save", "async_save", "restore", "finalize", "close", "metadata")
-}
+# Made to fail, these have nothing around them but Orbax or the caller. They hold nothing of ours: the first hand over
+# to the wrapped handler, the second are a `try` around others, the third are what a caller does before the restore.
+_HAND_OVER = """
+handler.AotHandler.__init__ handler.AotHandler.save handler.AotHandler.async_save handler.AotHandler.restore
+handler.AotHandler.finalize handler.AotHandler.close handler.AotHandler.metadata handler.AotHandler._typestr
+handler.AotHandler._has_state handler.AotHandler._wrapped_save handler.AotHandler._restore_state
+"""
+_GUARDS = """
+handler.AotHandler._commit handler.AotHandler._write saving.take_snapshot restoring.begin
+restoring.Restoring.make_target restoring.Restoring.give_weak_types restoring.Restoring.finish
+restoring.NothingRestored.__init__ restored.RestoredFunctions.__init__
+report.RestoreReport.__init__
+"""
+_CALLERS = """
+handler.AotSave.__init__ handler.AotSave.__post_init__ handler.AotRestore.__init__ handler.AotRestore.__post_init__
+handler._require_names topology.require_devices _jax.devices.is_device
+"""
+NOT_OURS = frozenset(f"orbax_aot.{name}" for name in (_HAND_OVER + _GUARDS + _CALLERS).split())
 
 
 class Injected(RuntimeError):
@@ -36,8 +47,8 @@ class Injected(RuntimeError):
 def _our_modules() -> list[Any]:
     import orbax_aot
 
-    names = [m.name for m in pkgutil.walk_packages(orbax_aot.__path__, "orbax_aot.")]
-    return [sys.modules[name] for name in names if name in sys.modules]
+    found = pkgutil.walk_packages(orbax_aot.__path__, "orbax_aot.")
+    return [importlib.import_module(module.name) for module in found]
 
 
 def _functions() -> Iterator[tuple[str, Any, str, Any]]:
@@ -116,35 +127,24 @@ def _mesh() -> Any:
     return programs.mesh_of(MESH_IDS, (1, 2))
 
 
-def _save(path: Any, state: Any, fns: Any) -> None:
-    with _manager(path) as mngr:
+def _save(path: Any, state: Any, fns: Any, asynchronously: bool = True) -> None:
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=asynchronously)
+    with ocp.CheckpointManager(path, options=options, item_handlers=oaot.AotHandler()) as mngr:
         mngr.save(1, args=oaot.AotSave(state, fns=fns))
         mngr.wait_until_finished()
 
 
-def _restore(path: Any, state: Any, how: str) -> tuple[Any, Any]:
-    live = programs.jitted()
-    args = {
-        "live": lambda: oaot.AotRestore(programs.abstract(state), fns=live),
-        "no source": lambda: oaot.AotRestore(mesh=_mesh()),
-    }[how]()
-    with _manager(path) as mngr:
-        return mngr.restore(1, args=args)
-
-
-def _trained_functions(state: Any) -> Any:
-    fns = programs.jitted()
+def _called_functions(state: Any) -> Any:
+    """One function, compiled anew: what a first save of it does is all still to be done."""
+    fns = {"predict": programs.jitted()["predict"]}
     fns["predict"](state["params"], programs.make_batch(0, _mesh()))
-    fns["train_step"].compile(state, programs.make_batch(0, _mesh()))
     return fns
 
 
 def _warm_up(path: Any) -> Any:
-    """Imports all there is to import; returns the state that all cases use."""
-    for module in ("orbax_aot.portable", "orbax_aot.program", "orbax_aot.fingerprint"):
-        importlib.import_module(module)
+    """Saves once, so that what is done once in a process is done; returns the state that all cases use."""
     state = programs.make_state(_mesh())
-    _save(path, state, _trained_functions(state))
+    _save(path, state, _called_functions(state))
     return state
 
 
@@ -157,28 +157,33 @@ def _is_weights_problem(path: Any, state: Any) -> str | None:
     return None if programs.digest(found) == programs.digest(state) else "other weights"
 
 
+def _failing(hits: list[str] | None = None) -> Callable[[str], None]:
+    """Returns what raises at each call, and notes it in `hits`."""
+
+    def fail(name: str) -> None:
+        if hits is not None:
+            hits.append(name)
+        raise Injected(name)
+
+    return fail
+
+
 def faults_of_save(scratch: str) -> dict[str, Any]:
     """Fails each function that a save calls, once for each; returns how many there are, and what was lost."""
     root = Path(scratch)
     state = _warm_up(root / "warm")
     called: set[str] = set()
-    fns = _trained_functions(state)
+    fns = _called_functions(state)
     with patched(called.add):
         _save(root / "counted", state, fns)
-    called -= _ENTRY_POINTS
-    called = {name for name in called if not name.endswith("AotSave.__post_init__")}
+    called -= NOT_OURS
     problems = []
     for name in sorted(called):
-        fns = _trained_functions(state)
-        hits = []
-
-        def fail() -> None:
-            hits.append(1)
-            raise Injected(name)
-
+        fns = _called_functions(state)
+        hits: list[str] = []
         shutil.rmtree(root / "failed", ignore_errors=True)
         try:
-            with patched(lambda _: fail(), only=name):
+            with patched(_failing(hits), only=name):
                 _save(root / "failed", state, fns)
             problem = _is_weights_problem(root / "failed", state)
         except BaseException as e:
@@ -187,10 +192,10 @@ def faults_of_save(scratch: str) -> dict[str, Any]:
             problem = "was not called"
         if problem is None:
             try:  # what such a save left behind is restored by this package, too
-                found, restored = _restore(root / "failed", state, "live")
+                found, restored = _restore(root / "failed", state, programs.jitted())
                 if programs.digest(found) != programs.digest(state):
                     problem = "this package restores other weights"
-                restored.predict(found["params"], programs.make_batch(0, _mesh()))
+                str(restored.report)
             except BaseException as e:
                 problem = f"restoring afterwards: {type(e).__name__}: {e}"
         if problem is not None:
@@ -201,45 +206,31 @@ def faults_of_save(scratch: str) -> dict[str, Any]:
 def faults_of_restore(scratch: str, how: str) -> dict[str, Any]:
     """Fails each function that a restore calls; returns how many there are, and what was lost.
 
-    With live functions these are called afterwards, without any failure, and must work.
+    Live functions are called afterwards, without any failure, and must work.
     """
     root = Path(scratch)
     state = _warm_up(root / "saved")
     batch = programs.make_batch(0, _mesh())
     right = programs.digest(jax.jit(programs.predict)(state["params"], batch))
     called: set[str] = set()
+    live = programs.jitted() if how == "live" else None
     with patched(called.add):
-        _, fns = _restore(root / "saved", state, how)
-        fns.report["predict"]
-    called -= _ENTRY_POINTS
-    # Arguments are checked when they are made, and the report is read by the caller: not part of the restore.
-    aside = ("AotRestore.__post_init__", "require_devices", "_require_names", "jit", "is_device")
-    called = {n for n in called if not n.endswith(aside) and ".report." not in n}
+        _restore(root / "saved", state, live)
+    called -= NOT_OURS
     problems = []
     for name in sorted(called):
-        failed = threading.Event()
-
-        def fail() -> None:
-            failed.set()
-            raise Injected(name)
-
+        live = programs.jitted() if how == "live" else None
         problem = None
         try:
-            with patched(lambda _: fail(), only=name):
-                live = {}
-                if how == "live":
-                    with contextlib.suppress(Injected):
-                        live = programs.jitted()
-                found, restored = _restore_with(root / "saved", state, how, live or None)
-                for function in list(restored._restored.values()):
-                    with contextlib.suppress(Injected):
-                        function.wait()
+            with patched(_failing(), only=name):
+                found, restored = _restore(root / "saved", state, live)
+                _wait_for_loads(restored)
             if programs.digest(found) != programs.digest(state):
                 problem = "other weights"
-            if how == "live":
-                result = programs.digest(restored["predict"](found["params"], batch))
-                if result != right:
+            for fns in (restored, live) if live else ():
+                if programs.digest(fns["predict"](found["params"], batch)) != right:
                     problem = "predict is wrong"
+            str(restored.report)
         except BaseException as e:
             problem = f"{type(e).__name__}: {e}"
         if problem is not None:
@@ -247,11 +238,31 @@ def faults_of_restore(scratch: str, how: str) -> dict[str, Any]:
     return {"called": sorted(called), "problems": problems}
 
 
-def _restore_with(path: Any, state: Any, how: str, live: Any) -> tuple[Any, Any]:
+def _restore(path: Any, state: Any, live: Any) -> tuple[Any, Any]:
+    """Restores on two devices: with live functions and a target, or with neither."""
     args = (
-        oaot.AotRestore(programs.abstract(state), fns=live or programs.jitted())
-        if how == "live"
-        else oaot.AotRestore(mesh=_mesh())
+        oaot.AotRestore(mesh=_mesh())
+        if live is None
+        else oaot.AotRestore(programs.abstract(state), fns=live)
     )
     with _manager(path) as mngr:
         return mngr.restore(1, args=args)
+
+
+def _wait_for_loads(restored: Any) -> None:
+    """Lets what loads in the background end, while it still fails."""
+    for function in restored._restored.values():
+        for signature in function.signatures:
+            if signature._loading is not None:
+                signature._loading.exception()
+
+
+def loses_the_step(scratch: str, name: str) -> bool:
+    """Whether a failure in a function keeps a step from being committed."""
+    state = programs.make_state(_mesh())
+    try:
+        with patched(_failing(), only=name):
+            _save(scratch, state, {})
+    except Exception:
+        return True
+    return _is_weights_problem(scratch, state) is not None
