@@ -97,7 +97,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         handler, handler_args = self._wrapped_save(args)
         handler.save(directory, args=handler_args)
         if snapshot is not None:
-            saving_lib.Saving(snapshot, self._timeout_secs).run(store_lib.Store(directory))
+            self._write(directory, snapshot)
 
     def _wrapped_save(self, args: AotSave) -> tuple[Any, Any]:
         self._saves_state = args.item is not None or (self._saves_state and args.fns is None)
@@ -115,7 +115,11 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         )
 
     async def _commit(self, directory: epath.Path, snapshot: saving_lib.Snapshot) -> None:
-        """Serializes and writes; runs on a thread of Orbax's. Never raises."""
+        """Serializes and writes; runs on a thread of Orbax's."""
+        self._write(directory, snapshot)
+
+    def _write(self, directory: epath.Path, snapshot: saving_lib.Snapshot) -> None:
+        """Serializes and writes. Never raises."""
         try:
             saving = saving_lib.Saving(snapshot, self._timeout_secs)
             saving.run(store_lib.Store(directory))
@@ -160,8 +164,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         """
         args = args or AotRestore()
         directory = epath.Path(directory)
-        restoring = restoring_lib.Restoring(directory, args, self._timeout_secs)
-        restoring.start()
+        restoring = restoring_lib.begin(directory, args, self._timeout_secs)
         if args.on_mismatch == "raise":
             restoring.require_fit()
         state = self._restore_state(directory, args, restoring)
@@ -170,7 +173,10 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         return Restored(state, fns)
 
     def _restore_state(
-        self, directory: epath.Path, args: AotRestore, restoring: restoring_lib.Restoring
+        self,
+        directory: epath.Path,
+        args: AotRestore,
+        restoring: restoring_lib.Restoring | restoring_lib.NothingRestored,
     ) -> Any:
         if not self._has_state(directory):
             return None

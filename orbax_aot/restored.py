@@ -185,8 +185,12 @@ class RestoredSignature:
 
     def wait(self) -> None:
         """Waits for the background load, if there is one."""
-        if self._loading is not None:
-            self._loading.result()
+        loading = self._loading
+        if loading is not None and (error := loading.exception()) is not None:
+            with self._lock:
+                if self._loading is loading:  # the first to see it
+                    self._loading = None
+                    self.give_up(Reason(ReasonCode.LOAD_FAILED, _one_line(error)))
 
     def give_up(self, *reasons: Reason) -> None:
         """Notes that the saved executable will not be used."""
