@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
@@ -24,6 +23,15 @@ from orbax_aot.report import Reason, ReasonCode, Verdict
 
 if TYPE_CHECKING:
     from orbax_aot.handler import AotRestore
+
+
+def has_state(directory: epath.PathLike) -> bool:
+    """Whether an item holds a state, and not executables only."""
+    directory = epath.Path(directory)
+    try:
+        return not (directory / "metadata").exists() or (directory / "_METADATA").exists()
+    except OSError:
+        return True
 
 
 class Restoring:
@@ -176,14 +184,15 @@ class Restoring:
                 "The state was not touched. Pass on_mismatch='recompile' to compile them anew."
             )
 
-    def make_target(self, state_handler: Any) -> Any:
-        """Returns a target sharded as the executables expect; None to leave that to the wrapped handler."""
-        if self._manifest is None or not isinstance(state_handler, ocp.StandardCheckpointHandler):
+    def make_target(self, read_metadata: Callable[[], Any]) -> Any:
+        """Returns a target sharded as the executables expect; None to leave that to the state's handler.
+
+        `read_metadata` returns Orbax's metadata of the state, and may raise.
+        """
+        if self._manifest is None:
             return None
         try:
-            return state_lib.make_target(
-                state_handler.metadata(self._directory), self._manifest.body, self._placements()
-            )
+            return state_lib.make_target(read_metadata(), self._manifest.body, self._placements())
         except Exception:
             logging.exception("%s: the state comes back as Orbax places it.", self._directory)
             return None
