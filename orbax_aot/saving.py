@@ -184,9 +184,14 @@ class Saving:
             )
         signatures: list[m.Signature] = []
         problems: list[m.Absent] = []
+        seen: list[m.Signature] = []
         for executable in executables:
             try:
                 artifact = self._in_time(lambda e=executable: e.pack(self._snapshot.portable))
+                what = _identity(tables.adopt_signature(artifact.signature, artifact.body))
+                if what in seen:
+                    continue
+                seen.append(what)
                 where = f"{folder}/{len(signatures)}"
                 signatures.append(artifact.write(store, tables, where))
             except Exception as e:
@@ -213,6 +218,11 @@ class Saving:
             return result.result(timeout=left)
         except concurrent.futures.TimeoutError:
             raise TimeoutError(f"not done within {self._timeout_secs:g} s") from None
+
+
+def _identity(signature: m.Signature) -> m.Signature:
+    """Returns what tells one executable from another: a function that is restored into twice holds the same again."""
+    return msgspec.structs.replace(signature, folder="", portable=None, portable_absent=None)
 
 
 def _absent(name: str, error: Exception) -> m.Absent:
