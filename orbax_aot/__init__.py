@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from orbax_aot.checking import check
     from orbax_aot.errors import (
         AotError,
         CacheDirectoryError,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         DeviceCountError,
         DeviceTypeError,
         IncompatibleExecutableError,
+        NoExecutablesError,
         NotSerializableError,
         SignatureError,
         UnsupportedFunctionError,
@@ -33,15 +35,17 @@ if TYPE_CHECKING:
     )
     from orbax_aot.functions import AotFunction, Executable, compile, jit
     from orbax_aot.handler import AotHandler, AotRestore, AotSave, Restored
+    from orbax_aot.inspection import inspect
     from orbax_aot.manifest import Manifest
     from orbax_aot.report import FunctionReport, Reason, ReasonCode, RestoreReport, Verdict
     from orbax_aot.restored import RestoredFunctions, SavedFunction
     from orbax_aot.version import __version__
 
 _HOMES = {
+    "checking": "check",
     "errors": (
         "AotError CacheDirectoryError ClientMismatchError CorruptArtifactError DeviceCountError DeviceTypeError "
-        "IncompatibleExecutableError NotSerializableError SignatureError UnsupportedFunctionError "
+        "IncompatibleExecutableError NoExecutablesError NotSerializableError SignatureError UnsupportedFunctionError "
         "UntrustedArtifactError"
     ),
     "executable": (
@@ -50,6 +54,7 @@ _HOMES = {
     ),
     "functions": "AotFunction Executable compile jit",
     "handler": "AotHandler AotRestore AotSave Restored",
+    "inspection": "inspect",
     "manifest": "Manifest",
     "report": "FunctionReport Reason ReasonCode RestoreReport Verdict",
     "restored": "RestoredFunctions SavedFunction",

@@ -120,6 +120,27 @@ def describe_machine(client: Any | None = None) -> plan.Machine:
     )
 
 
+def devices_here() -> tuple[Any, ...]:
+    """Returns the devices that `describe_machine` describes, in its order."""
+    return tuple(jax.devices()[0].client.devices())
+
+
+def is_here(device: Any) -> bool:
+    """Whether a device can run something, and is not one of a topology to compile for."""
+    client = device.client
+    return hasattr(client, "local_devices") and device in client.devices()
+
+
+def describe_absent_machine(devices: Sequence[Any]) -> plan.Machine:
+    """Describes a machine that has these devices and no others, seen from the process of the first."""
+    return plan.Machine(
+        topology=describe_devices(devices),
+        kinds=tuple(str(d.device_kind) for d in devices),
+        environment=describe_environment(devices[0].client),
+        process=int(devices[0].process_index),
+    )
+
+
 def mesh_of_tree(tree: Any) -> jax.sharding.Mesh | None:
     """Returns the mesh of the largest size among the shardings of a tree's leaves; None without one."""
     return mesh_of_shardings([getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)])
