@@ -11,11 +11,14 @@ import jax
 import msgspec
 from etils import epath
 
+from orbax_aot import artifact as artifact_lib
+from orbax_aot import locations, portable
 from orbax_aot import manifest as m
 from orbax_aot import plan as plan_lib
+from orbax_aot import store as store_lib
 from orbax_aot import topology as topology_lib
-from orbax_aot.inspection import inspect
-from orbax_aot.report import FunctionReport, RestoreReport
+from orbax_aot.errors import CorruptArtifactError
+from orbax_aot.report import FunctionReport, Reason, ReasonCode, RestoreReport, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,8 @@ def check(
 ) -> RestoreReport:
     """Returns what a restore without live functions would decide. Loads and compiles nothing.
 
+    Reads the manifest and, of what would be rebuilt, the StableHLO.
+
     Args:
       path: a checkpoint root (its latest step is taken), a step or an item.
       mesh: the mesh of the restore; or the sizes of its axes by name, over the first devices.
@@ -51,12 +56,65 @@ def check(
       CorruptArtifactError: the manifest is damaged.
       ValueError: a number of devices that is not positive, or a mesh of another size.
     """
-    manifest = inspect(path)
+    store = store_lib.Store(locations.find_item(path))
+    manifest = store.read_manifest()
     place = describe_place(manifest, mesh, devices, platform)
     request = plan_lib.Request(mesh=place.mesh, positions=place.positions, devices=place.devices)
-    plans = plan_lib.decide(manifest, place.machine, request)
-    reports = {name: _report(plan, manifest.functions[name]) for name, plan in plans.items()}
+    reports = {}
+    for name, plan in plan_lib.decide(manifest, place.machine, request).items():
+        function = manifest.functions[name]
+        decisions = tuple(
+            _with_obstacle(
+                decision, place, artifact_lib.SavedSignature(store, manifest.body, function, s)
+            )
+            for decision, s in zip(plan.decisions, function.signatures, strict=False)
+        )
+        reports[name] = _report(dataclasses.replace(plan, decisions=decisions), function)
     return RestoreReport(lambda: dict(reports), note=place.note)
+
+
+def _with_obstacle(
+    decision: plan_lib.Decision, place: Place, saved: artifact_lib.SavedSignature
+) -> plan_lib.Decision:
+    """Turns `REBUILT` into `REFUSED` where the StableHLO, which is read for this, cannot be built there."""
+    if decision.verdict is not Verdict.REBUILT:
+        return decision
+    try:
+        reason = _find_obstacle(place, saved)
+    except CorruptArtifactError as e:
+        reason = Reason(ReasonCode.CORRUPT, str(e))
+    except portable.PortableError as e:
+        reason = _reason_of(e.obstacle)
+    if reason is None:
+        return decision
+    return dataclasses.replace(
+        decision, verdict=Verdict.REFUSED, reasons=(*decision.reasons, reason)
+    )
+
+
+def _find_obstacle(place: Place, saved: artifact_lib.SavedSignature) -> Reason | None:
+    """Returns why a signature cannot be rebuilt at a place; on the mesh that a restore would choose."""
+    main = plan_lib.find_main_mesh(saved.signature, saved.body)
+    axes = place.mesh
+    if axes is None and main is not None:
+        given = None if place.devices is None else len(place.devices)
+        if given not in (None, 1, main.size):
+            here = f"{given} devices; pass mesh= to say how to use them"
+            return Reason(ReasonCode.DEVICE_COUNT, f"for {main.size} devices", here)
+        if main.size <= (given or place.machine.topology.processes.count(place.machine.process)):
+            axes = main.axes
+    program = portable.PortableProgram.parse(saved.read_portable())
+    if program.mesh_axes is None and program.nr_devices == 1:
+        axes = None
+    mesh_shape = None if axes is None else dict(axes)
+    obstacle = program.find_obstacle(mesh_shape, place.machine.topology.platform)
+    return None if obstacle is None else _reason_of(obstacle)
+
+
+def _reason_of(obstacle: portable.Obstacle) -> Reason:
+    return Reason(
+        ReasonCode.__members__.get(obstacle.code, ReasonCode.NEEDS_SOURCE), obstacle.detail
+    )
 
 
 def _report(plan: plan_lib.FunctionPlan, function: m.Function) -> FunctionReport:

@@ -17,8 +17,10 @@ from orbax_aot import manifest as m
 from orbax_aot.remedies import REMEDIES
 from orbax_aot.report import FunctionReport, Reason, ReasonCode, Verdict
 
-# A subtree with more leaves than this is folded into one line.
+# A subtree with more leaves than this is folded into one line, unless it branches little near the root.
 FOLD = 24
+_FEW_BRANCHES = 8
+_NEAR = 3
 _MAX_GRID = 64  # devices that a mesh is drawn with
 _DIGITS = 12  # of a digest
 _BYTES_OF = {"bfloat16": 2, "bool": 1, "int4": 0.5, "uint4": 0.5, "int2": 0.25, "uint2": 0.25}
@@ -191,17 +193,20 @@ def _leaves(
     _subtree(node, nested, body, fold)
 
 
-def _subtree(node: Tree, nested: dict[str, Any], body: m.Body, fold: int | None) -> None:
+def _subtree(
+    node: Tree, nested: dict[str, Any], body: m.Body, fold: int | None, depth: int = 0
+) -> None:
     for name, child in nested.items():
         if isinstance(child, m.Leaf):
             node.add(_leaf(name, child, body))
             continue
         leaves = list(_flat(child))
-        if fold is not None and len(leaves) > fold:
+        is_slim = len(child) <= _FEW_BRANCHES and depth < _NEAR
+        if fold is not None and len(leaves) > fold and not is_slim:
             total = size(sum(map(_leaf_nbytes, leaves)))
             node.add(Text(plain(f"{name}/…  {count(len(leaves), 'array')}, {total}")))
         else:
-            _subtree(node.add(Text(plain(name))), child, body, fold)
+            _subtree(node.add(Text(plain(name))), child, body, fold, depth + 1)
 
 
 def _flat(nested: dict[str, Any]) -> Iterable[m.Leaf]:
