@@ -11,7 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from orbax_aot.attaching import attach
     from orbax_aot.checking import check
+    from orbax_aot.comparing import Difference, diff
+    from orbax_aot.editing import Pruned, prune
     from orbax_aot.errors import (
         AotError,
         CacheDirectoryError,
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
         NoExecutablesError,
         NotSerializableError,
         SignatureError,
+        StepChangedError,
         UnsupportedFunctionError,
         UntrustedArtifactError,
     )
@@ -42,11 +46,14 @@ if TYPE_CHECKING:
     from orbax_aot.version import __version__
 
 _HOMES = {
+    "attaching": "attach",
     "checking": "check",
+    "comparing": "Difference diff",
+    "editing": "Pruned prune",
     "errors": (
         "AotError CacheDirectoryError ClientMismatchError CorruptArtifactError DeviceCountError DeviceTypeError "
-        "IncompatibleExecutableError NoExecutablesError NotSerializableError SignatureError UnsupportedFunctionError "
-        "UntrustedArtifactError"
+        "IncompatibleExecutableError NoExecutablesError NotSerializableError SignatureError StepChangedError "
+        "UnsupportedFunctionError UntrustedArtifactError"
     ),
     "executable": (
         "PartiallySerialized is_serializable load_compiled_from_serialized partially_serialize "

@@ -43,6 +43,27 @@ class Artifact:
             store.write(f"{folder}/{signature.portable.file}", self.files[signature.portable.file])
         return msgspec.structs.replace(signature, folder=folder.rpartition("/")[2])
 
+    def named_by_content(self) -> Artifact:
+        """Returns the artifact with file names that tell apart what differs, for a folder that holds others already."""
+        variants = [
+            msgspec.structs.replace(v, file=f"{v.sha256[:16]}{_VARIANT}")
+            for v in self.signature.variants
+        ]
+        files = {
+            new.file: self.files[old.file]
+            for old, new in zip(self.signature.variants, variants, strict=True)
+        }
+        files.update({c.file: self.files[c.file] for v in variants for c in v.constants})
+        portable = self.signature.portable
+        if portable is not None:
+            name = f"{portable.sha256[:16]}.stablehlo.zst"
+            files[name] = self.files[portable.file]
+            portable = msgspec.structs.replace(portable, file=name)
+        signature = msgspec.structs.replace(
+            self.signature, variants=tuple(variants), portable=portable
+        )
+        return Artifact(signature, self.body, files)
+
     def with_portable(
         self,
         data: bytes | None,

@@ -207,7 +207,9 @@ def _machine_for(manifest: m.Manifest, platform: str | None) -> tuple[plan_lib.M
         note = f"There is no {platform} here, and nothing was compiled for one."
         return _with_topology(here, unknown), note
     widest = max(variants, key=lambda v: v.topology.count)
-    topology = msgspec.structs.replace(widest.topology, replicas=1, partitions=widest.topology.count)
+    topology = msgspec.structs.replace(
+        widest.topology, replicas=1, partitions=widest.topology.count
+    )
     note = (
         f"There is no {platform} here: devices and runtime are taken to be those of the save, "
         f"{topology.count} x {topology.device_kind}."

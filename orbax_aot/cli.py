@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import click
+import msgspec
 
 from orbax_aot.errors import AotError
 from orbax_aot.version import __version__
@@ -70,7 +70,7 @@ def _console() -> Iterator[Any]:
 
 
 def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
 def _require_functions(asked: tuple[str, ...], saved: Any) -> None:
@@ -108,8 +108,6 @@ def inspect(
     if stablehlo is not None or hlo is not None:
         return _write_texts(path, functions, stablehlo, hlo)
     if as_json:
-        import msgspec
-
         body = msgspec.to_builtins(manifest.body)
         if functions:
             body["functions"] = {n: body["functions"][n] for n in functions}
@@ -118,7 +116,9 @@ def inspect(
     from orbax_aot import rendering
 
     with _console() as console:
-        console.print(rendering.show_manifest(manifest, functions, None if unfold else rendering.FOLD))
+        console.print(
+            rendering.show_manifest(manifest, functions, None if unfold else rendering.FOLD)
+        )
 
 
 def _write_texts(
@@ -156,9 +156,13 @@ _mesh = click.option(
 @main.command()
 @_path
 @_functions
-@click.option("--platform", metavar="NAME", help="Ask about cpu, tpu or cuda; JAX's default if left out.")
+@click.option(
+    "--platform", metavar="NAME", help="Ask about cpu, tpu or cuda; JAX's default if left out."
+)
 @click.option("--devices", type=click.IntRange(min=1), metavar="N", help="Ask about N devices.")
-@click.option("--topology", metavar="NAME", help="Ask about a topology, as precompile --list names it.")
+@click.option(
+    "--topology", metavar="NAME", help="Ask about a topology, as precompile --list names it."
+)
 @_mesh
 @_as_json
 def check(
@@ -185,7 +189,9 @@ def check(
         from orbax_aot import precompiling
 
         if devices is not None:
-            raise click.UsageError("--topology says how many devices there are; leave out --devices.")
+            raise click.UsageError(
+                "--topology says how many devices there are; leave out --devices."
+            )
         described = precompiling.find_topology(topology)
         if platform not in (None, described.platform):
             raise click.UsageError(f"{topology} is a topology of {described.platform}.")
@@ -211,6 +217,86 @@ def check(
         sys.exit(EXIT_REFUSED)
     if verdicts - {Verdict.LOADED, Verdict.REMAPPED}:
         sys.exit(EXIT_RECOMPILES)
+
+
+# -- diff, prune -----------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.argument("a", type=str)
+@click.argument("b", type=str)
+@_as_json
+def diff(a: str, b: str, as_json: bool) -> None:
+    """Say why the functions of two steps differ: code, program, topology, flags.
+
+    Exit code: 0 no difference; 3 some.
+    """
+    from orbax_aot.comparing import diff as diff_
+
+    differences = diff_(a, b)
+    if as_json:
+        import dataclasses
+
+        _print_json([dataclasses.asdict(d) for d in differences])
+    else:
+        from orbax_aot import rendering
+
+        with _console() as console:
+            console.print(rendering.show_differences(differences, a, b))
+    if differences:
+        sys.exit(EXIT_RECOMPILES)
+
+
+@main.command()
+@_path
+@_functions
+@click.option(
+    "--variant",
+    "variants",
+    multiple=True,
+    metavar="F/S/V",
+    help="Drop this variant, as train_step/0/1.",
+)
+@click.option(
+    "--platform", "platforms", multiple=True, metavar="NAME", help="Drop all for this platform."
+)
+@click.option("--portable", is_flag=True, help="Drop the StableHLO.")
+@click.option("--yes", is_flag=True, help="Do it; without this, only say what would be dropped.")
+@_as_json
+def prune(
+    path: str,
+    functions: tuple[str, ...],
+    variants: tuple[str, ...],
+    platforms: tuple[str, ...],
+    portable: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Drop variants, platforms or StableHLO, and files that nothing refers to.
+
+    Changes nothing without --yes. The weights stay as they are.
+    """
+    from orbax_aot.editing import prune as prune_
+
+    try:
+        pruned = prune_(
+            path,
+            functions=functions or None,
+            variants=variants,
+            platforms=platforms,
+            portable=portable,
+            dry_run=not yes,
+        )
+    except KeyError as e:
+        raise click.UsageError(e.args[0]) from e
+    if as_json:
+        told = {"parts": pruned.parts, "files": pruned.files, "nbytes": pruned.nbytes}
+        return _print_json({**told, "dry_run": pruned.dry_run})
+    from orbax_aot import rendering
+
+    with _console() as console:
+        console.print(rendering.show_pruned(pruned))
+    return None
 
 
 def _quiet_jax() -> None:

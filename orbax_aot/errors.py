@@ -53,3 +53,7 @@ class NoExecutablesError(AotError, FileNotFoundError):
     def __init__(self, message: str, several: bool = False):
         super().__init__(message)
         self.several = several
+
+
+class StepChangedError(AotError):
+    """A committed step was changed by another writer while a change to it was prepared."""

@@ -58,7 +58,9 @@ def _find(path: epath.PathLike, fits, problem: str) -> epath.Path:
         )
     if len(found) > 1:
         names = ", ".join(str(child) for child in found)
-        raise NoExecutablesError(f"{step}: several items have executables; name one: {names}.", True)
+        raise NoExecutablesError(
+            f"{step}: several items have executables; name one: {names}.", True
+        )
     return found[0]
 
 

@@ -14,6 +14,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from orbax_aot import manifest as m
+from orbax_aot.comparing import Difference
+from orbax_aot.editing import Pruned
 from orbax_aot.remedies import REMEDIES
 from orbax_aot.report import FunctionReport, Reason, ReasonCode, Verdict
 
@@ -81,23 +83,9 @@ def _header(manifest: m.Manifest) -> RenderableType:
         if body.kind == "functions"
         else f"beside a state of {count(len(body.state), 'array')}"
     )
-    stored = size(sum(file.nbytes for _, file in files_of(body)))
+    stored = size(sum(file.nbytes for file in m.files_of(body).values()))
     lines.append(Text(f"{count(len(body.functions), 'function')}, {stored}, {what}"))
     return Group(*lines)
-
-
-def files_of(body: m.Body) -> Iterable[tuple[str, m.File]]:
-    """Returns the files that a manifest names, each once, by their path below `_aot`."""
-    seen = {}
-    for function in body.functions.values():
-        for signature in function.signatures:
-            folder = f"{function.folder}/{signature.folder}"
-            for variant in signature.variants:
-                seen[f"{folder}/{variant.file}"] = variant
-                seen.update({constant.file: constant for constant in variant.constants})
-            if signature.portable is not None:
-                seen[f"{folder}/{signature.portable.file}"] = signature.portable
-    return seen.items()
 
 
 def _overview(functions: dict[str, m.Function]) -> RenderableType:
@@ -409,3 +397,41 @@ def _reason(reason: Reason) -> RenderableType:
     for title, text in (*rows, ("do", REMEDIES[reason.code])):
         table.add_row(Text(title, style="dim"), Text(plain(text)))
     return Group(Text(f"  {reason.code}", style="yellow"), Padding(table, (0, 0, 0, 4)))
+
+
+# -- diff, prune -----------------------------------------------------------------------------------------------------
+
+
+def show_differences(differences: Sequence[Difference], a: str, b: str) -> RenderableType:
+    """Returns the differences below the function, signature or variant that they are of."""
+    if not differences:
+        return Text("no difference")
+    parts: list[RenderableType] = [Text(plain(f"a  {a}")), Text(plain(f"b  {b}"))]
+    where = None
+    for difference in differences:
+        if difference.where != where:
+            where = difference.where
+            parts += [Text(), Text(plain(where), style="bold")]
+        table = Table.grid(padding=(0, 1), pad_edge=False)
+        table.add_column(width=12, no_wrap=True)
+        table.add_column(width=1)
+        table.add_column(overflow="fold")
+        table.add_row(
+            Text(plain(difference.what), style="yellow"), "a", Text(plain(difference.a or "-"))
+        )
+        table.add_row("", "b", Text(plain(difference.b or "-")))
+        parts.append(Padding(table, (0, 0, 0, 2)))
+    return Group(*parts)
+
+
+def show_pruned(pruned: Pruned) -> RenderableType:
+    """Returns what was dropped, or would be."""
+    if not pruned.parts and not pruned.files:
+        return Text("nothing to drop")
+    lines = [Text(plain(f"  {part}")) for part in pruned.parts]
+    verb = "would drop" if pruned.dry_run else "dropped"
+    lines.insert(0, Text(f"{verb} {count(len(pruned.parts), 'part')}:" if lines else f"{verb}:"))
+    lines.append(Text(f"  {count(len(pruned.files), 'file')}, {size(pruned.nbytes)}"))
+    if pruned.dry_run:
+        lines.append(Text("Nothing was changed; add --yes to do it."))
+    return Group(*lines)

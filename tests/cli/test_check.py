@@ -57,8 +57,11 @@ def test_other_places_can_be_asked_about(saved_root):
     assert ask(mesh={"data": 2, "model": 4}).verdict is Verdict.LOADED
     assert ask(devices=64).verdict is Verdict.LOADED
     assert ask(devices=64, mesh={"data": 2, "model": 4}).verdict is Verdict.LOADED
-    (reason,) = ask(mesh={"data": 16, "model": 4}).reasons
+    (reason,) = ask(mesh={"data": 8, "model": 8}).reasons
     assert str(reason) == "DEVICE_COUNT: saved for 8 devices, here 64 devices"
+    indivisible = ask(mesh={"data": 16, "model": 4})
+    assert indivisible.verdict is Verdict.REFUSED
+    assert codes(indivisible) == ["DEVICE_COUNT", "MESH_SHAPE"]
     (reason,) = ask(mesh={"data": 4, "model": 2}).reasons
     assert str(reason) == "MESH_SHAPE: saved data=2xmodel=4, here data=4xmodel=2"
     assert ask(devices=jax.devices()[4:] + jax.devices()[:4]).verdict is Verdict.REMAPPED

@@ -63,9 +63,7 @@ def test_colours_only_where_a_terminal_wants_them(item):
 def test_a_reader_that_leaves_ends_it_quietly(item):
     for _ in range(3):
         command = f"{sys.executable} -m orbax_aot.cli inspect {item} --all | head -n 1"
-        done = subprocess.run(
-            ["bash", "-c", command], capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
         assert done.stdout == "step/default/_aot/manifest.json\n"
         assert done.stderr == ""
 
@@ -163,7 +161,10 @@ def test_a_path_that_leads_nowhere_is_told(item):
         (lambda data: data[: len(data) // 2], "not a manifest: "),
         (lambda data: data.replace(b"float32", b"float16", 1), "the digest of the body is "),
         (lambda data: b"\x1b[2J", "not a manifest: "),
-        (lambda data: data.replace(b'"orbax-aot"', b'"other"', 1), "expected format 'orbax-aot', found"),
+        (
+            lambda data: data.replace(b'"orbax-aot"', b'"other"', 1),
+            "expected format 'orbax-aot', found",
+        ),
     ],
     ids=["truncated", "edited", "binary", "another format"],
 )
