@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from orbax_aot.handler import AotHandler, AotRestore, AotSave, Restored
     from orbax_aot.inspection import inspect
     from orbax_aot.manifest import Manifest
+    from orbax_aot.precompiling import Precompiled, UnknownTopologyError, precompile
     from orbax_aot.report import FunctionReport, Reason, ReasonCode, RestoreReport, Verdict
     from orbax_aot.restored import RestoredFunctions, SavedFunction
     from orbax_aot.version import __version__
@@ -63,6 +64,7 @@ _HOMES = {
     "handler": "AotHandler AotRestore AotSave Restored",
     "inspection": "inspect",
     "manifest": "Manifest",
+    "precompiling": "Precompiled UnknownTopologyError precompile",
     "report": "FunctionReport Reason ReasonCode RestoreReport Verdict",
     "restored": "RestoredFunctions SavedFunction",
     "version": "__version__",

@@ -45,7 +45,7 @@ def check(
     Args:
       path: a checkpoint root (its latest step is taken), a step or an item.
       mesh: the mesh of the restore; or the sizes of its axes by name, over the first devices.
-      devices: the devices of the restore, in order, also those of a topology that is not here (see
+      devices: the devices of the restore, in order; or all devices of a topology that is not here (see
         `precompile`); or how many there are of the kind that is here.
       platform: as `jax.devices` names it; by default that of the mesh or of the devices, else JAX's default. Of one
         that is not here, devices and runtime are taken to be those of the saved executables, and only their number and
@@ -144,13 +144,7 @@ def describe_place(
     axes = None if mesh is None else tuple((str(n), int(size)) for n, size in mesh.items())
     size = None if axes is None else math.prod(size for _, size in axes)
     if devices is not None and not isinstance(devices, int):
-        machine = _machine_of(tuple(devices))
-        listed = tuple(range(len(machine.kinds)))
-        if size is not None and size != len(listed):
-            raise ValueError(f"A mesh of {size} devices over {len(listed)} devices.")
-        if axes is not None:
-            return Place(machine, axes, listed)
-        return Place(machine, devices=listed)
+        return _place_of_devices(tuple(devices), axes)
     if devices is not None and devices < 1:
         raise ValueError(f"devices={devices}: at least one.")
     if size is not None and devices is not None and size > devices:
@@ -159,6 +153,17 @@ def describe_place(
     wanted = devices if devices is not None else max(size or 0, machine.topology.count)
     machine = with_count(machine, wanted)
     return Place(machine, axes, tuple(range(size or 0)), note=note)
+
+
+def _place_of_devices(devices: tuple[Any, ...], axes: tuple[tuple[str, int], ...] | None) -> Place:
+    """Returns the place of these devices; those that are not here are taken for a whole machine."""
+    if axes is not None:
+        return _place_of_mesh(topology_lib.make_mesh(dict(axes), devices))
+    machine = _machine_of(devices)
+    if topology_lib.is_here(devices[0]):
+        by_id = {id_: i for i, id_ in enumerate(machine.topology.ids)}
+        return Place(machine, devices=tuple(by_id[d.id] for d in devices))
+    return Place(machine)
 
 
 def _place_of_mesh(mesh: jax.sharding.Mesh) -> Place:
@@ -171,12 +176,8 @@ def _place_of_mesh(mesh: jax.sharding.Mesh) -> Place:
 
 
 def _machine_of(devices: tuple[Any, ...]) -> plan_lib.Machine:
-    """Describes the machine that has these devices; devices that are not here are the whole machine."""
     if topology_lib.is_here(devices[0]):
-        machine = topology_lib.describe_machine(devices[0].client)
-        ids = [d.id for d in devices]
-        if list(machine.topology.ids) == ids:
-            return machine
+        return topology_lib.describe_machine(devices[0].client)
     return topology_lib.describe_absent_machine(devices)
 
 

@@ -299,6 +299,77 @@ def prune(
     return None
 
 
+# -- precompile ------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.argument("path", required=False)
+@click.option(
+    "--topology",
+    "topologies",
+    multiple=True,
+    metavar="NAME",
+    help="As cpu:8 or v5e:2x4; may be repeated.",
+)
+@_functions
+@_mesh
+@click.option("--list", "list_", is_flag=True, help="List the topologies that can be named.")
+@_as_json
+def precompile(
+    path: str | None,
+    topologies: tuple[str, ...],
+    functions: tuple[str, ...],
+    mesh: dict[str, int] | None,
+    list_: bool,
+    as_json: bool,
+) -> None:
+    """Add executables for machines that are not here, from the saved StableHLO.
+
+    TPU topologies need libtpu (pip install 'orbax-aot[tpu-compile]'), and StableHLO that was saved for them by
+    AotSave(portable=("cpu", "tpu")).
+
+    Exit code: 0 all were compiled; 3 some could not be.
+    """
+    _quiet_jax()
+    if list_:
+        return _list_topologies(as_json)
+    if path is None or not topologies:
+        raise click.UsageError("PATH and --topology are needed, or --list.")
+    from orbax_aot import precompiling, rendering
+
+    told: dict[str, Any] = {}
+    failed = False
+    with _console() as console:
+        for topology in topologies:
+            tell = lambda where, t=topology: click.echo(f"{where}: compiling for {t}", err=True)
+            try:
+                results = precompiling.precompile(
+                    path, topology, functions=functions or None, mesh=mesh, progress=tell
+                )
+            except KeyError as e:
+                raise click.UsageError(e.args[0]) from e
+            failed |= any(r.reason is not None for r in results)
+            told[topology] = [rendering.precompiled_as_dict(r) for r in results]
+            if not as_json:
+                console.print(rendering.show_precompiled(topology, results))
+    if as_json:
+        _print_json(told)
+    if failed:
+        sys.exit(EXIT_RECOMPILES)
+    return None
+
+
+def _list_topologies(as_json: bool) -> None:
+    from orbax_aot import precompiling, rendering
+
+    targets = list(precompiling.list_topologies())
+    if as_json:
+        return _print_json([{"name": "cpu:N"}, *map(rendering.target_as_dict, targets)])
+    with _console() as console:
+        console.print(rendering.show_topologies(targets))
+    return None
+
+
 def _quiet_jax() -> None:
     """Keeps JAX's search for accelerators from writing between a command's own lines."""
     import logging

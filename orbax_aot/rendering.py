@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -19,6 +19,9 @@ from orbax_aot.editing import Pruned
 from orbax_aot.remedies import REMEDIES
 from orbax_aot.report import FunctionReport, Reason, ReasonCode, Verdict
 
+if TYPE_CHECKING:
+    from orbax_aot.precompiling import Precompiled, Target
+
 # A subtree with more leaves than this is folded into one line, unless it branches little near the root.
 FOLD = 24
 _FEW_BRANCHES = 8
@@ -30,7 +33,8 @@ _BYTES_OF = {"bfloat16": 2, "bool": 1, "int4": 0.5, "uint4": 0.5, "int2": 0.25, 
 
 def plain(value: Any) -> str:
     """Returns text that cannot steer a terminal: a manifest may come from anyone."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value))
+    text = str(value).replace("\n", " ")
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def size(nbytes: float) -> str:
@@ -435,3 +439,54 @@ def show_pruned(pruned: Pruned) -> RenderableType:
     if pruned.dry_run:
         lines.append(Text("Nothing was changed; add --yes to do it."))
     return Group(*lines)
+
+
+# -- precompile ------------------------------------------------------------------------------------------------------
+
+
+def precompiled_as_dict(result: Precompiled) -> dict[str, Any]:
+    told = {"where": result.where, "seconds": result.secs, "nbytes": result.nbytes}
+    if (reason := result.reason) is not None:
+        told["reason"] = {"code": reason.code.name, "detail": reason.saved}
+    return told
+
+
+def show_precompiled(topology: str, results: Sequence[Precompiled]) -> RenderableType:
+    """Returns what became of each signature."""
+    parts: list[RenderableType] = [Text(plain(topology), style="bold")]
+    for result in results:
+        if result.reason is None:
+            told = f"  {result.where}: {size(result.nbytes)} in {result.secs:.2f} s"
+            parts.append(Text(plain(told)))
+        else:
+            parts += [Text(plain(f"  {result.where}: not compiled")), _reason(result.reason)]
+    return Group(*parts)
+
+
+def target_as_dict(target: Target) -> dict[str, Any]:
+    return {
+        "name": target.name,
+        "platform": target.platform,
+        "device_kind": str(target.devices[0].device_kind),
+        "devices": len(target.devices),
+        "processes": target.processes,
+    }
+
+
+def show_topologies(targets: Sequence[Target]) -> RenderableType:
+    """Returns the topologies that can be named, and how to get more."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("topology", no_wrap=True)
+    table.add_column("devices", justify="right", no_wrap=True)
+    table.add_column("hosts", justify="right", no_wrap=True)
+    table.add_column("kind")
+    table.add_row("cpu:N", "N", "1", "cpu")
+    for target in targets:
+        told = target_as_dict(target)
+        row = ("name", "devices", "processes", "device_kind")
+        table.add_row(*(str(told[name]) for name in row))
+    if targets:
+        note = "Other sizes of these generations may be named too."
+    else:
+        note = "For TPU topologies: pip install 'orbax-aot[tpu-compile]'."
+    return Group(table, Text(note))

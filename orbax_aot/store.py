@@ -9,7 +9,6 @@ import threading
 from typing import Any
 
 import zstandard
-from absl import logging
 from etils import epath
 
 from orbax_aot import manifest as m
@@ -155,6 +154,10 @@ class Store:
             )
         signature = self.folder / MANIFEST_SIGNATURE
         if signature.exists():
+            from absl import (
+                logging,  # not for readers: it takes a tenth of the time that inspect has
+            )
+
             logging.warning(
                 "%s: removed, since the step is not what was signed any more; sign it again.",
                 signature,

@@ -178,3 +178,9 @@ def body() -> m.Body:
             "never": m.Function(absent=m.Absent(code="NEVER_CALLED", detail="never called")),
         },
     )
+
+
+def python_path() -> str:
+    """Returns a PYTHONPATH under which a child process imports this package and these modules."""
+    here = pathlib.Path(__file__).parent
+    return os.pathsep.join((str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")))
