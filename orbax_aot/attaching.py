@@ -12,7 +12,7 @@ from absl import logging
 from etils import epath
 
 from orbax_aot import handler as handler_lib
-from orbax_aot import locations
+from orbax_aot import locations, saving
 from orbax_aot import manifest as m
 from orbax_aot import store as store_lib
 from orbax_aot.editing import Edit
@@ -50,7 +50,7 @@ def attach(
     asked = handler_lib.AotSave(fns=fns, portable=portable)
     edit = Edit(locations.find_state_item(path))
     for name, fn in (asked.fns or {}).items():
-        executables = handler_lib.executables_of(fn, name)
+        executables = saving.executables_of(fn, name)
         if not executables:
             raise AotError(
                 f"{name}: never called or compiled, so there is nothing to attach; call its .compile(…) first."

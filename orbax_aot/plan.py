@@ -73,6 +73,7 @@ class FunctionPlan:
     decisions: tuple[Decision, ...] = ()
     reasons: tuple[Reason, ...] = ()
     live: bool = False
+    live_everywhere: bool = True  # in all processes of the job that has it here
 
     @property
     def verdict(self) -> Verdict:
@@ -271,9 +272,14 @@ def find_environment_changes(saved: m.Environment, here: m.Environment) -> list[
     if saved.cpu_features != here.cpu_features:
         gone, come = set_difference(saved.cpu_features, here.cpu_features)
         reasons.append(Reason(ReasonCode.CPU_FEATURES, gone, come))
+    config, config_here = saved.config, here.config
+    if saved.jax != here.jax:  # each JAX has settings of its own
+        common = config.keys() & config_here.keys()
+        config = {name: config[name] for name in common}
+        config_here = {name: config_here[name] for name in common}
     for code, there, now in (
         (ReasonCode.XLA_FLAGS, saved.xla_flags, here.xla_flags),
-        (ReasonCode.JAX_CONFIG, saved.config, here.config),
+        (ReasonCode.JAX_CONFIG, config, config_here),
     ):
         if there != now:
             reasons.append(Reason(code, *dict_difference(there, now)))

@@ -24,9 +24,14 @@ def run(*args: str, env: dict[str, str | None] | None = None) -> Result:
 
 def run_process(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs the command line as a shell would."""
-    command = [sys.executable, "-m", "orbax_aot.cli", *args]
+    return run_python("-m", "orbax_aot.cli", *args, **env)
+
+
+def run_python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python where it finds this package and these modules."""
+    environment = {**os.environ, "PYTHONPATH": python_path(), **env}
     return subprocess.run(
-        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120
+        [sys.executable, *args], env=environment, capture_output=True, text=True, timeout=300
     )
 
 

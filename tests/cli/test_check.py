@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import cli_checkpoint as saved
 import cli_support as support
@@ -134,10 +132,5 @@ def test_the_texts_of_the_programs_can_be_written(saved_root, tmp_path):
 
 
 def test_the_same_answer_comes_from_a_shell(saved_root):
-    done = subprocess.run(
-        [sys.executable, "-m", "orbax_aot.cli", "check", str(saved_root), "-f", "train_step"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = support.run_process("check", str(saved_root), "-f", "train_step")
     assert (done.returncode, done.stdout) == (0, "train_step  LOADED\n"), done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
 import resource
@@ -63,7 +64,13 @@ def test_colours_only_where_a_terminal_wants_them(item):
 def test_a_reader_that_leaves_ends_it_quietly(item):
     for _ in range(3):
         command = f"{sys.executable} -m orbax_aot.cli inspect {item} --all | head -n 1"
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["bash", "-c", command],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": support.python_path()},
+        )
         assert done.stdout == "step/default/_aot/manifest.json\n"
         assert done.stderr == ""
 
@@ -84,7 +91,7 @@ def test_inspecting_imports_no_jax(item):
         f"cli.main(['inspect', {str(item)!r}], standalone_mode=False)\n"
         "assert not {'jax', 'jaxlib', 'numpy', 'orbax'} & set(sys.modules), sorted(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = support.run_python("-c", code)
     assert done.returncode == 0, done.stderr
 
 

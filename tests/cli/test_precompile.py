@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import cli_checkpoint as saved
 import cli_support as support
@@ -36,13 +33,7 @@ np.save(sys.argv[4], np.asarray(new["params"]["w"]))
 def restore_on(root: pathlib.Path, count: int, shape: str) -> tuple[str, np.ndarray]:
     """Restores and runs in a process with `count` devices; returns verdicts and new weights."""
     out = root / f"{shape}.npy"
-    done = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(root), str(count), shape, str(out)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": support.python_path()},
-    )
+    done = support.run_python("-c", _CHILD, str(root), str(count), shape, str(out))
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), np.load(out)
 
