@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import click
 import msgspec
@@ -54,7 +54,7 @@ def main() -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character gets a "?"
+            cast(Any, stream).reconfigure(errors="replace")  # a terminal that lacks a character gets a "?"
 
 
 @contextlib.contextmanager
