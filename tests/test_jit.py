@@ -99,7 +99,8 @@ def test_static_arguments_by_number_and_by_name_in_either_position():
         compare(f, X, n=2, mode="max", jit_kwargs=jit_kwargs)
         if len(jit_kwargs) == 1:  # given both, jit takes each as it is
             compare(f, X, 2, "max", jit_kwargs=jit_kwargs)
-    ours, theirs = (jit(f, static_argnames=("n", "mode")) for jit in (oaot.jit, jax.jit))
+    ours = oaot.jit(f, static_argnames=("n", "mode"))
+    theirs = jax.jit(lambda x, n, mode: f(x, n, mode), static_argnames=("n", "mode"))
     for n, mode in ((1, "sum"), (2, "sum"), (1, "max"), (1, "sum"), (True, "sum")):
         assert ours(X, n, mode) == theirs(X, n, mode)
     assert len(ours.executables) == theirs._cache_size() == 4  # True is not 1
