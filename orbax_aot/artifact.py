@@ -49,6 +49,28 @@ class Artifact:
             if not (store.folder / file.file).exists():
                 store.write(file.file, self.files[file.file])
 
+    def named_by_content(self) -> Artifact:
+        """Returns the artifact with file names that tell apart what differs, for a folder that holds others already."""
+        variants = [
+            msgspec.structs.replace(v, file=f"{v.sha256[:16]}{_VARIANT}")
+            for v in self.signature.variants
+        ]
+        files = {
+            new.file: self.files[old.file]
+            for old, new in zip(self.signature.variants, variants, strict=True)
+        }
+        files.update({f.file: self.files[f.file] for v in variants for f in v.shared})
+        portable = self.signature.portable
+        if portable is not None:
+            name = f"{portable.sha256[:16]}.stablehlo.zst"
+            files[name] = self.files[portable.file]
+            files.update({cut.file: self.files[cut.file] for cut in portable.cuts})
+            portable = msgspec.structs.replace(portable, file=name)
+        signature = msgspec.structs.replace(
+            self.signature, variants=tuple(variants), portable=portable
+        )
+        return Artifact(signature, self.body, files)
+
     def with_portable(
         self,
         data: bytes | None,

@@ -304,17 +304,23 @@ class Tables:
             layouts=tuple(self.layouts),
         )
 
+    def adopt_sharding(self, index: int | None, body: Body) -> int | None:
+        """Returns the index in these tables of a sharding of another manifest `body`."""
+        if index is None:
+            return None
+        value = body.shardings[index]
+        if value.mesh is not None:
+            value = msgspec.structs.replace(value, mesh=self.add_mesh(body.meshes[value.mesh]))
+        return self.add_sharding(value)
+
+    def adopt_function(self, function: Function, body: Body) -> Function:
+        """Returns `function` of another manifest `body` with its table indices moved into these tables."""
+        signatures = tuple(self.adopt_signature(s, body) for s in function.signatures)
+        return msgspec.structs.replace(function, signatures=signatures)
+
     def adopt_signature(self, signature: Signature, body: Body) -> Signature:
         """Returns `signature` of another manifest `body` with its table indices moved into these tables."""
-
-        def sharding(index: int | None) -> int | None:
-            if index is None:
-                return None
-            value = body.shardings[index]
-            if value.mesh is not None:
-                mesh = self.add_mesh(body.meshes[value.mesh])
-                value = msgspec.structs.replace(value, mesh=mesh)
-            return self.add_sharding(value)
+        sharding = lambda index: self.adopt_sharding(index, body)
 
         def layout(index: int | None) -> int | None:
             return None if index is None else self.add_layout(body.layouts[index])
@@ -347,6 +353,38 @@ class Tables:
             outputs=tuple(map(leaf, signature.outputs)),
             variants=tuple(map(variant, signature.variants)),
         )
+
+
+def files_of(body: Body) -> dict[str, File]:
+    """Returns the files that a manifest names, each once, by their path below the folder it lies in."""
+    files: dict[str, File] = {}
+    for function in body.functions.values():
+        for signature in function.signatures:
+            folder = f"{function.folder}/{signature.folder}"
+            for variant in signature.variants:
+                files[f"{folder}/{variant.file}"] = variant
+                files.update({constant.file: constant for constant in variant.constants})
+            if signature.portable is not None:
+                files[f"{folder}/{signature.portable.file}"] = signature.portable
+    return files
+
+
+def rebuilt(body: Body, functions: Mapping[str, Function], tables: Tables) -> Body:
+    """Returns `body` with other functions, over tables that hold what they and the state need and nothing else.
+
+    The functions' indices are those of `tables` already; the state's are moved there.
+    """
+    state = {
+        path: msgspec.structs.replace(leaf, sharding=tables.adopt_sharding(leaf.sharding, body))
+        for path, leaf in body.state.items()
+    }
+    return msgspec.structs.replace(
+        tables.body(),
+        created_by=body.created_by,
+        kind=body.kind,
+        state=state,
+        functions=dict(functions),
+    )
 
 
 def encode(body: Body) -> bytes:

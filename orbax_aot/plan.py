@@ -285,7 +285,7 @@ def find_environment_changes(saved: m.Environment, here: m.Environment) -> list[
     if (saved.jax, saved.jaxlib) != (here.jax, here.jaxlib):
         reasons.append(Reason(ReasonCode.JAX_VERSION, versions(saved), versions(here)))
     if saved.cpu_features != here.cpu_features:
-        gone, come = _set_difference(saved.cpu_features, here.cpu_features)
+        gone, come = set_difference(saved.cpu_features, here.cpu_features)
         reasons.append(Reason(ReasonCode.CPU_FEATURES, gone, come))
     config, config_here = saved.config, here.config
     if saved.jax != here.jax:  # each JAX has settings of its own
@@ -297,17 +297,17 @@ def find_environment_changes(saved: m.Environment, here: m.Environment) -> list[
         (ReasonCode.JAX_CONFIG, config, config_here),
     ):
         if there != now:
-            reasons.append(Reason(code, *_dict_difference(there, now)))
+            reasons.append(Reason(code, *dict_difference(there, now)))
     return reasons
 
 
-def _set_difference(saved: str, here: str) -> tuple[str, str]:
+def set_difference(saved: str, here: str) -> tuple[str, str]:
     a, b = set(saved.split(",")), set(here.split(","))
     only = lambda s: ",".join(sorted(s)[:8]) + (f" and {len(s) - 8} more" if len(s) > 8 else "")
     return f"only there: {only(a - b) or '-'}", f"only here: {only(b - a) or '-'}"
 
 
-def _dict_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, str]:
+def dict_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, str]:
     names = sorted(n for n in {*saved, *here} if saved.get(n) != here.get(n))
     show = lambda d: ", ".join(f"{n}={d.get(n, 'unset')}" for n in names)
     return show(saved), show(here)

@@ -103,6 +103,11 @@ def _snapshot_of(fn: Any, name: str) -> _Executables:
     return lambda: (functions_lib.executable_of(fn, name),)
 
 
+def executables_of(fn: Any, name: str) -> tuple[functions_lib.Executable, ...]:
+    """Returns what there is of a function that `AotSave` takes; waits for loads under way."""
+    return _snapshot_of(fn, name)()
+
+
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
     """What of a save was seen on the training thread: references only, no arrays."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +13,11 @@ import zstandard
 from etils import epath
 
 from orbax_aot import manifest as m
-from orbax_aot.errors import CorruptArtifactError
+from orbax_aot.errors import CorruptArtifactError, StepChangedError
 
 FOLDER = "_aot"
 MANIFEST = "manifest.json"
+MANIFEST_SIGNATURE = "manifest.sig"
 CONSTANTS = "constants"
 CODEC = "zstd"
 # Level 1 is the smallest as well as the second fastest of the low levels on PJRT payloads of the CPU: 6.5 MB raw to
@@ -168,6 +170,70 @@ class Store:
         """Writes the manifest; last, so that what it names is there."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.manifest_path.write_bytes(m.encode(body))
+
+    def replace_manifest(self, body: m.Body, before: m.Manifest | None) -> None:
+        """Puts another manifest in the place of `before` (None: there was none), in a committed step.
+
+        A reader sees the one or the other, whole: files are not changed once they are written, new ones have been
+        written under new names, and this is one rename (one upload, on an object store). A signature of the old
+        manifest is removed.
+
+        Raises:
+          StepChangedError: another writer was faster.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        now = self.manifest_path.read_bytes() if self.exists() else None
+        if (None if now is None else m.decode(now, str(self.manifest_path))) != before:
+            raise StepChangedError(
+                f"{self.manifest_path}: changed by someone else meanwhile; nothing was changed. Try again."
+            )
+        signature = self.folder / MANIFEST_SIGNATURE
+        if signature.exists():
+            from absl import (
+                logging,  # not for readers: it takes a tenth of the time that inspect has
+            )
+
+            logging.warning(
+                "%s: removed, since the step is not what was signed any more; sign it again.",
+                signature,
+            )
+            signature.unlink()
+        if "://" in str(self.folder):
+            self.manifest_path.write_bytes(m.encode(body))
+            return
+        new = self.folder / f"{MANIFEST}.{secrets.token_hex(8)}.new"
+        try:
+            new.write_bytes(m.encode(body))
+            new.replace(self.manifest_path)
+        finally:
+            new.unlink(missing_ok=True)
+
+    def write_new(self, name: str, stored: bytes) -> None:
+        """Writes a file whose name has the digest of its bytes; one that is there is left alone."""
+        path = self.folder / name
+        if not (path.exists() and path.stat().length == len(stored)):
+            self.write(name, stored)
+
+    def list_files(self) -> dict[str, int]:
+        """Returns all files of the folder but the manifest and its signature: sizes in bytes by name."""
+        found = {}
+        folders = [self.folder]
+        while folders:
+            for path in folders.pop().iterdir():
+                if path.is_dir():
+                    folders.append(path)
+                elif path.name not in (MANIFEST, MANIFEST_SIGNATURE) or path.parent != self.folder:
+                    found[str(path.relative_to(self.folder))] = path.stat().length
+        return found
+
+    def remove(self, name: str) -> None:
+        """Removes a file, and the folders that it leaves empty."""
+        path = self.folder / name
+        path.unlink(missing_ok=True)
+        for parent in path.parents:
+            if parent == self.folder or any(parent.iterdir()):
+                return
+            parent.rmdir()
 
     def write(self, name: str, stored: bytes) -> None:
         """Writes a file under the folder, making the folders it lies in."""
