@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import itertools
+import json
 import os
 import threading
 import time
@@ -450,7 +451,7 @@ def _equivalent(placement: Any, expected: Any, ndim: int) -> bool:
 
 def _same_static(saved: Sequence[Any], here: Sequence[Any]) -> bool:
     """Compares static arguments; what JSON could not hold is left to the fingerprint of the call."""
-    return [tuple(s) for s in saved] == [tuple(s) for s in here]
+    return _static_text(dict(saved)) == _static_text(dict(here))
 
 
 def _listed(reasons: Sequence[Reason]) -> str:
@@ -834,7 +835,8 @@ class SavedFunction(functions_lib.DirectCall):
                 f"{restored.name}: cannot be called here: {reasons}. "
                 "Pass the live function to AotRestore(fns={...}) to compile it."
             )
-        args, kwargs = self._without_static(usable, args, kwargs)
+        has_static = any(s.signature.static for s in usable)
+        static, usable, args, kwargs = _take_static(usable, args, kwargs)
         if not values.trace_state_is_clean() or any(
             map(values.is_tracer, jax.tree.leaves((args, kwargs)))
         ):
@@ -842,18 +844,28 @@ class SavedFunction(functions_lib.DirectCall):
                 f"{restored.name}: a compiled function cannot be transformed or called inside another jit; "
                 "pass the live function to AotRestore(fns={...})."
             )
-        call = functions_lib.take_apart(args, kwargs)
-        entry = self._entries.get(call.key)
+        try:
+            call = functions_lib.take_apart(args, kwargs)
+        except TypeError as e:
+            if not has_static:
+                raise
+            saved = _first_of([str(s.signature.static) for s in usable], "\n  ")
+            raise SignatureError(
+                f"{restored.name}: {e}. The static arguments are those of no saved signature:\n  {saved}"
+            ) from e
+        key = (static, call.key)
+        entry = self._entries.get(key)
         if entry is None:
             with self._lock:
-                entry = self._entries[call.key] = self._find_entry(call, usable)
+                entry = self._entries[key] = self._find_entry(call, usable)
         try:
             result, fast = entry.run(call.flat)
         except Exception as e:
             if dispatch.is_floating_point_error(e):
                 self._explain_floating_point_error()
             raise
-        return result, fast, False
+        # The C++ dispatcher does not know which arguments are static, and would take 2 for 3.
+        return result, None if has_static else fast, False
 
     def _explain_floating_point_error(self, *args: Any, **kwargs: Any) -> Any:
         """Stands where `jax_debug_nans` runs a function's source to find the operation that made a NaN."""
@@ -862,39 +874,25 @@ class SavedFunction(functions_lib.DirectCall):
             "AotRestore(fns={...}) to see which operation made it."
         )
 
-    def _without_static(
-        self, usable: Sequence[RestoredSignature], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Leaves out the arguments that were static when the function was compiled, where the caller gives them."""
-        for signature in usable:
-            static = dict(signature.signature.static)
-            if not static:
-                continue
-            names = {k for k in static if not k.isdigit()}
-            positions = {int(k) for k in static if k.isdigit()}
-            if any(p >= len(args) for p in positions) or not names <= set(kwargs):
-                continue
-            given = {str(p): functions_lib.describe_static(args[p]) for p in positions}
-            given |= {k: functions_lib.describe_static(kwargs[k]) for k in names}
-            if given == static:
-                return (
-                    tuple(a for i, a in enumerate(args) if i not in positions),
-                    {k: v for k, v in kwargs.items() if k not in names},
-                )
-        return args, kwargs
-
     def _find_entry(
         self, call: functions_lib.Call, usable: Sequence[RestoredSignature]
     ) -> functions_lib.Entry:
-        problems = []
+        problems: list[str] = []
+        matching: list[RestoredSignature] = []
         for signature in usable:
-            without_static = dataclasses.replace(
-                call, static=tuple(map(tuple, signature.signature.static))
-            )
-            match = signature.match(without_static)
+            as_static = tuple(map(tuple, signature.signature.static))
+            match = signature.match(dataclasses.replace(call, static=as_static))
             if match.why:
                 problems.append(match.why)
-                continue
+            else:
+                matching.append(signature)
+        if len(matching) > 1 and any(s.signature.static for s in matching):
+            listed = _first_of([str(s.signature.static) for s in matching], "\n  ")
+            raise SignatureError(
+                f"{self._restored.name}: these saved signatures differ in static arguments alone, and the call does "
+                f"not tell which of them is meant:\n  {listed}"
+            )
+        for signature in matching:
             entry = signature.make_entry(call, exact=False)
             if entry is not None:
                 return entry
@@ -908,6 +906,34 @@ class SavedFunction(functions_lib.DirectCall):
     def _miss_again(self) -> functions_lib.Entry:
         reasons = _listed(self._restored.report().reasons)
         raise IncompatibleExecutableError(f"{self._restored.name}: cannot be loaded: {reasons}")
+
+
+def _take_static(
+    signatures: Sequence[RestoredSignature], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, Sequence[RestoredSignature], tuple[Any, ...], dict[str, Any]]:
+    """Takes out of a call the arguments that were static when the function was compiled, where the caller gives them.
+
+    Returns them as text, the signatures that were compiled for them, and the arguments that are left.
+    """
+    for signature in signatures:
+        static = dict(signature.signature.static)
+        names = {k for k in static if not k.isdigit()}
+        positions = {int(k) for k in static if k.isdigit()}
+        if not static or any(p >= len(args) for p in positions) or not names <= set(kwargs):
+            continue
+        given = {str(p): functions_lib.describe_static(args[p]) for p in positions}
+        given |= {k: functions_lib.describe_static(kwargs[k]) for k in names}
+        text = _static_text(given)
+        if text == _static_text(static):
+            alike = [s for s in signatures if _static_text(dict(s.signature.static)) == text]
+            args = tuple(a for i, a in enumerate(args) if i not in positions)
+            return text, alike, args, {k: v for k, v in kwargs.items() if k not in names}
+    return "", signatures, args, kwargs
+
+
+def _static_text(static: Mapping[str, Any]) -> str:
+    """Returns static arguments as text, in which, as for jit, 1, 1.0 and True differ."""
+    return json.dumps(static, sort_keys=True)
 
 
 class RestoredFunctions(Mapping[str, Any]):
