@@ -255,6 +255,7 @@ class AotRestore(ocp.args.CheckpointArgs):
                         f"AotRestore(fns={{{name!r}: ...}}) takes a function, jitted function or AotFunction; "
                         f"got {type(fn).__name__}."
                     )
+                functions_lib.require_pure(fn)
                 if isinstance(fn, functions_lib.Executable | jax.stages.Compiled):
                     raise TypeError(
                         f"AotRestore(fns={{{name!r}: ...}}): a compiled function is no live function; pass the "
