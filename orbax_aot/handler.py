@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,10 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         if isinstance(handler, ocp.AsyncCheckpointHandler):
             futures = list(await handler.async_save(directory, args=handler_args) or [])
         else:
-            handler.save(directory, args=handler_args)
+            # Orbax makes the folder meanwhile. This blocks training, as handlers that are not asynchronous do.
+            future.CommitFutureAwaitingContractedSignals(
+                asyncio.to_thread(handler.save, directory, args=handler_args)
+            ).result()
             futures = []
         if snapshot is not None:
             futures.append(
