@@ -71,6 +71,33 @@ def compile(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
     return as_aot_function(fun).compile(*args, **kwargs)
 
 
+def require_pure(fun: Any) -> None:
+    """Raises `UnsupportedFunctionError` for what `nnx.jit` returns, with the pattern to use instead.
+
+    Under jit it runs, but what it writes into the modules it is given is lost without a word.
+    """
+    kind = type(fun)
+    if kind.__module__.startswith("flax.nnx") and hasattr(fun, "jitted_fn"):
+        raise UnsupportedFunctionError(
+            f"Unsupported type: {kind.__module__}.{kind.__qualname__}. What nnx.jit returns writes into the modules it "
+            f"is given, which a stored executable cannot. {_NNX_PATTERN}"
+        )
+
+
+_NNX_PATTERN = """Jit a function of their state instead:
+
+    graph, state = nnx.split((model, optimizer))
+
+    @oaot.jit
+    def step(state, batch):
+        model, optimizer = nnx.merge(graph, state)
+        loss = train(model, optimizer, batch)  # the function given to nnx.jit
+        return nnx.state((model, optimizer)), loss
+
+    state, loss = step(state, batch)
+    nnx.update((model, optimizer), state)  # where the modules themselves are needed"""
+
+
 def as_aot_function(fun: Any) -> AotFunction:
     """Returns `fun` if it is an `AotFunction`, else one that wraps it."""
     return fun if isinstance(fun, AotFunction) else AotFunction(fun)
@@ -485,6 +512,7 @@ class AotFunction(DirectCall):
             fun = fun._given
         if isinstance(fun, jax.stages.Compiled | jax.stages.Lowered | Executable):
             raise UnsupportedFunctionError("Cannot lower a compiled jit function.")
+        require_pure(fun)
         if isinstance(fun, staticmethod | classmethod) or not callable(fun):
             raise UnsupportedFunctionError(
                 f"Unsupported type: {type(fun).__module__}.{type(fun).__qualname__}. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import weakref
@@ -74,7 +75,10 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         if isinstance(handler, ocp.AsyncCheckpointHandler):
             futures = list(await handler.async_save(directory, args=handler_args) or [])
         else:
-            handler.save(directory, args=handler_args)
+            # Orbax makes the folder meanwhile. This blocks training, as handlers that are not asynchronous do.
+            future.CommitFutureAwaitingContractedSignals(
+                asyncio.to_thread(handler.save, directory, args=handler_args)
+            ).result()
             futures = []
         if snapshot is not None:
             futures.append(
@@ -265,6 +269,7 @@ class AotRestore(ocp.args.CheckpointArgs):
                         f"AotRestore(fns={{{name!r}: ...}}) takes a function, jitted function or AotFunction; "
                         f"got {type(fn).__name__}."
                     )
+                functions_lib.require_pure(fn)
                 if isinstance(fn, functions_lib.Executable | jax.stages.Compiled):
                     raise TypeError(
                         f"AotRestore(fns={{{name!r}: ...}}): a compiled function is no live function; pass the "
