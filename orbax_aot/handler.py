@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -63,6 +64,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         self._timeout_secs = timeout_secs
         self._json_handler = ocp.JsonCheckpointHandler()
         self._saves_state = True
+        self._restored: weakref.WeakSet[restored_lib.RestoredFunction] = weakref.WeakSet()
         # Orbax asks the instance. The class's own typestr stays unique, since classes are registered by it.
         self.typestr = self._typestr  # type: ignore[method-assign]
 
@@ -74,7 +76,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
 
     async def async_save(self, directory: epath.Path, args: AotSave) -> list[Any] | None:
         """Starts a save. On the training thread only the state's own part and a snapshot of references run."""
-        snapshot = saving_lib.take_snapshot(args)
+        snapshot = saving_lib.take_snapshot(args, tuple(self._restored))
         handler, handler_args = self._wrapped_save(args)
         if isinstance(handler, ocp.AsyncCheckpointHandler):
             futures = list(await handler.async_save(directory, args=handler_args) or [])
@@ -91,11 +93,11 @@ class AotHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: epath.Path, args: AotSave) -> None:
         """Saves and waits."""
-        snapshot = saving_lib.take_snapshot(args)
+        snapshot = saving_lib.take_snapshot(args, tuple(self._restored))
         handler, handler_args = self._wrapped_save(args)
         handler.save(directory, args=handler_args)
         if snapshot is not None:
-            saving_lib.Saving(snapshot, self._timeout_secs).run(store_lib.Store(directory))
+            self._write(directory, snapshot)
 
     def _wrapped_save(self, args: AotSave) -> tuple[Any, Any]:
         self._saves_state = args.item is not None or (self._saves_state and args.fns is None)
@@ -113,7 +115,11 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         )
 
     async def _commit(self, directory: epath.Path, snapshot: saving_lib.Snapshot) -> None:
-        """Serializes and writes; runs on a thread of Orbax's. Never raises."""
+        """Serializes and writes; runs on a thread of Orbax's."""
+        self._write(directory, snapshot)
+
+    def _write(self, directory: epath.Path, snapshot: saving_lib.Snapshot) -> None:
+        """Serializes and writes. Never raises."""
         try:
             saving = saving_lib.Saving(snapshot, self._timeout_secs)
             saving.run(store_lib.Store(directory))
@@ -158,15 +164,19 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         """
         args = args or AotRestore()
         directory = epath.Path(directory)
-        restoring = restoring_lib.Restoring(directory, args, self._timeout_secs)
-        restoring.start()
+        restoring = restoring_lib.begin(directory, args, self._timeout_secs)
         if args.on_mismatch == "raise":
             restoring.require_fit()
         state = self._restore_state(directory, args, restoring)
-        return Restored(state, restoring.finish())
+        fns = restoring.finish()
+        self._restored.update(restoring.functions)
+        return Restored(state, fns)
 
     def _restore_state(
-        self, directory: epath.Path, args: AotRestore, restoring: restoring_lib.Restoring
+        self,
+        directory: epath.Path,
+        args: AotRestore,
+        restoring: restoring_lib.Restoring | restoring_lib.NothingRestored,
     ) -> Any:
         if not self._has_state(directory):
             return None

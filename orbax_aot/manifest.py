@@ -123,6 +123,21 @@ class File(_Struct, frozen=True, kw_only=True):
     codec: str
 
 
+class Cut(File, frozen=True, kw_only=True):
+    """Bytes that were cut out of a file, at offset `at` of its raw bytes, since other files hold them too."""
+
+    at: int
+
+
+class CutFile(File, frozen=True, kw_only=True):
+    """A file whose raw bytes are its own with those of `cuts` put back in.
+
+    `raw_sha256` and `raw_nbytes` are of the whole; `sha256` and `nbytes` of the stored rest.
+    """
+
+    cuts: tuple[Cut, ...] = ()
+
+
 class Constant(File, frozen=True, kw_only=True):
     """A constant that the program takes as a hidden leading argument."""
 
@@ -141,7 +156,7 @@ class Layouts(_Struct, frozen=True, kw_only=True):
     outputs: tuple[int | None, ...] = ()
 
 
-class Variant(File, frozen=True, kw_only=True):
+class Variant(CutFile, frozen=True, kw_only=True):
     """One executable of a signature: for one topology and environment."""
 
     topology: Topology
@@ -166,6 +181,11 @@ class Variant(File, frozen=True, kw_only=True):
     cost: dict[str, float]
     memory: dict[str, int]
 
+    @property
+    def shared(self) -> tuple[File, ...]:
+        """The files beside all functions that it needs."""
+        return (*self.constants, *self.cuts)
+
 
 class Code(_Struct, frozen=True, kw_only=True):
     """Fingerprints of the Python code: of the function alone, and of a call with its arguments' static parts."""
@@ -175,7 +195,7 @@ class Code(_Struct, frozen=True, kw_only=True):
     undecidable: tuple[str, ...]
 
 
-class Portable(File, frozen=True, kw_only=True):
+class Portable(CutFile, frozen=True, kw_only=True):
     """The StableHLO of a signature, as `jax.export` serializes it, with flat arguments and results."""
 
     platforms: tuple[str, ...]
@@ -343,9 +363,10 @@ def files_of(body: Body) -> dict[str, File]:
             folder = f"{function.folder}/{signature.folder}"
             for variant in signature.variants:
                 files[f"{folder}/{variant.file}"] = variant
-                files.update({constant.file: constant for constant in variant.constants})
+                files.update({shared.file: shared for shared in variant.shared})
             if signature.portable is not None:
                 files[f"{folder}/{signature.portable.file}"] = signature.portable
+                files.update({cut.file: cut for cut in signature.portable.cuts})
     return files
 
 
@@ -476,7 +497,10 @@ def _check_variant(
             raise CorruptArtifactError(
                 f"{path}: {where}.{name}: {found} entries, expected {expected}."
             )
-    for file in (variant, *variant.constants):
+    files: list[File] = [variant, *variant.shared]
+    if signature.portable is not None:
+        files += [signature.portable, *signature.portable.cuts]
+    for file in files:
         if not (
             0 <= file.nbytes <= MAX_PAYLOAD_NBYTES and 0 <= file.raw_nbytes <= MAX_PAYLOAD_NBYTES
         ):

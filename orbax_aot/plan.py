@@ -177,10 +177,25 @@ def _without_executable(
 ) -> Decision:
     if want.live:
         return Decision(Verdict.RECOMPILED, reasons)
-    portable = signature.portable
-    if portable is not None and machine.topology.platform in portable.platforms:
-        return Decision(Verdict.REBUILT, reasons)
-    return Decision(Verdict.REFUSED, reasons)
+    if (obstacle := _find_no_portable(signature, machine)) is not None:
+        return Decision(Verdict.REFUSED, (*reasons, obstacle))
+    return Decision(Verdict.REBUILT, reasons)
+
+
+def _find_no_portable(signature: m.Signature, machine: Machine) -> Reason | None:
+    """Returns why there is no StableHLO to build from here; None where there is."""
+    portable, platform = signature.portable, machine.topology.platform
+    if portable is not None:
+        # Devices say "gpu" where exports say which kind.
+        accepted = ("cuda", "rocm") if platform == "gpu" else (platform,)
+        if not set(accepted).isdisjoint(portable.platforms):
+            return None
+        return Reason(
+            ReasonCode.PLATFORM, f"StableHLO for {', '.join(portable.platforms)}", platform
+        )
+    if signature.portable_absent is not None:
+        return _reason_of(signature.portable_absent)
+    return Reason(ReasonCode.NEEDS_SOURCE, "no StableHLO was stored (portable=False)")
 
 
 def _judge_code(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -26,8 +26,45 @@ if TYPE_CHECKING:
     from orbax_aot.handler import AotRestore
 
 
+def begin(
+    directory: epath.Path, args: AotRestore, timeout_secs: float = 600.0
+) -> Restoring | NothingRestored:
+    """Starts to restore the functions of an item. Never raises: whatever fails, the state must come back."""
+    try:
+        restoring = Restoring(directory, args, timeout_secs)
+        restoring.start()
+        return restoring
+    except Exception as e:
+        return NothingRestored(directory, args, e)
+
+
+class NothingRestored:
+    """Stands for a restore of functions that failed as a whole: live functions are what they were before."""
+
+    def __init__(self, directory: epath.Path, args: AotRestore, error: Exception):
+        self._note = f"{directory}: functions are not restored: {type(error).__name__}: {error}"
+        logging.error("%s", self._note, exc_info=error)
+        self._error = error
+        self._live = dict(args.fns) if isinstance(args.fns, Mapping) else {}
+
+    def require_fit(self) -> None:
+        raise IncompatibleExecutableError(f"{self._note}. The state was not touched.") from (
+            self._error
+        )
+
+    def make_target(self, state_handler: Any) -> None:
+        return None
+
+    def give_weak_types(self, state: Any) -> Any:
+        return state
+
+    def finish(self) -> restored_lib.RestoredFunctions:
+        live = {name: fn for name, fn in self._live.items() if fn is not None}
+        return restored_lib.RestoredFunctions(live, {}, self._note)
+
+
 class Restoring:
-    """One restore's functions: read and decide, load, bind. Nothing in here raises but what is asked for."""
+    """One restore's functions: read and decide, load, bind. Raises only where our own code is at fault: see `begin`."""
 
     def __init__(self, directory: epath.Path, args: AotRestore, timeout_secs: float = 600.0):
         """`timeout_secs` is how long the processes of a job wait for each other's view."""
@@ -90,6 +127,10 @@ class Restoring:
             return agreement.agree(plans, views, self._group.index)
         except Exception as e:
             return agreement.without_the_others(plans, str(e))
+
+    @property
+    def functions(self) -> Sequence[restored_lib.RestoredFunction]:
+        return tuple(self._restored.values())
 
     def _saved_names(self) -> Sequence[str]:
         return sorted(self._manifest.functions) if self._manifest is not None else ()
@@ -260,6 +301,12 @@ class Restoring:
 
     def finish(self) -> restored_lib.RestoredFunctions:
         """Binds live functions and returns all; with other processes, once all know what each could load."""
+        try:
+            return self._bind()
+        except Exception as e:
+            return NothingRestored(self._directory, self._args, e).finish()
+
+    def _bind(self) -> restored_lib.RestoredFunctions:
         if self._group is not None and not self._group.is_alone:
             found = {name: function.as_plan() for name, function in self._restored.items()}
             for name, plan in self._agree("loaded", found).items():
@@ -270,6 +317,8 @@ class Restoring:
             if live is not None:
                 live.bind(restored)
                 functions[name] = live
+            elif (given := self._args.live.get(name)) is not None:  # it could not be wrapped
+                functions[name] = given
             else:
                 functions[name] = restored_lib.SavedFunction(restored)
                 if restored.plan.verdict is Verdict.REFUSED:

@@ -7,7 +7,7 @@ import dataclasses
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -50,19 +50,29 @@ def executables_of(fn: Any, name: str) -> tuple[functions_lib.Executable, ...]:
 class Snapshot:
     """What of a save was seen on the training thread: references only, no arrays."""
 
-    functions: dict[str, _Executables]
+    functions: dict[str, _Executables] | None  # None: none are saved
+    restored: tuple[restored_lib.RestoredFunction, ...]
     state: state_lib.Snapshot | None
     kind: str
     portable: bool | Sequence[str]
 
 
-def take_snapshot(args: AotSave) -> Snapshot | None:
-    """Notes what is needed of a save's functions and state; None where no executables are to be saved. Never raises."""
+def take_snapshot(
+    args: AotSave, restored: tuple[restored_lib.RestoredFunction, ...]
+) -> Snapshot | None:
+    """Notes what is needed of a save's functions and state; None where there is nothing to do. Never raises.
+
+    `restored` are the functions that have been restored, to be saved now or later.
+    """
     try:
-        if args.fns is None or is_off() or jax.process_index() != 0:
+        if (args.fns is None and not restored) or is_off() or jax.process_index() != 0:
             return None
+        functions = None
+        if args.fns is not None:
+            functions = {name: _snapshot_of(fn, name) for name, fn in args.fns.items()}
         return Snapshot(
-            functions={name: _snapshot_of(fn, name) for name, fn in args.fns.items()},
+            functions=functions,
+            restored=restored,
             state=state_lib.take_snapshot(args.item),
             kind="functions" if args.item is None else "state",
             portable=args.portable,
@@ -82,16 +92,29 @@ class Saving:
 
     def run(self, store: store_lib.Store) -> None:
         """Writes all that is ready in time, and the manifest. Never raises."""
+        self._read_others()
         try:
-            self._run(store)
+            if self._snapshot.functions is not None:
+                self._run(store, self._snapshot.functions)
         except Exception:
             logging.exception("%s: no executables in this save; the state is saved.", store.folder)
 
-    def _run(self, store: store_lib.Store) -> None:
+    def _read_others(self) -> None:
+        """Reads what later saves need of the step that functions were restored from.
+
+        Once this save is committed, Orbax may delete that step.
+        """
+        try:
+            for restored in self._snapshot.restored:
+                self._in_time(restored.read_others)
+        except Exception:
+            logging.exception("What was saved beside the executables in use may be missing later.")
+
+    def _run(self, store: store_lib.Store, saved: Mapping[str, _Executables]) -> None:
         start = time.perf_counter()
         tables = m.Tables()
         functions = {}
-        for name, tell in self._snapshot.functions.items():
+        for name, tell in saved.items():
             functions[name] = self._write_function(store, tables, name, tell)
         state = state_lib.describe(self._snapshot.state, tables)
         store.write_manifest(

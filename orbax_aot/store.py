@@ -6,6 +6,7 @@ import hashlib
 import re
 import secrets
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import zstandard
@@ -68,8 +69,39 @@ def pack(raw: bytes) -> tuple[bytes, dict[str, Any]]:
     }
 
 
-def unpack(stored: bytes, file: m.File, where: str) -> bytes:
-    """Returns the raw bytes of a stored file.
+def cut(raw: bytes, shared: Sequence[memoryview]) -> tuple[bytes, tuple[tuple[int, bytes], ...]]:
+    """Cuts out of `raw` what stands in `shared`; returns the rest, and the parts by offset in ascending order."""
+    parts: list[tuple[int, bytes]] = []
+    for known in sorted(shared, key=len, reverse=True):
+        at = raw.find(known)
+        end = at + len(known)
+        if at >= 0 and all(end <= a or a + len(part) <= at for a, part in parts):
+            parts.append((at, raw[at:end]))
+    parts.sort(key=lambda part: part[0])
+    rest, done = [], 0
+    for at, part in parts:
+        rest.append(raw[done:at])
+        done = at + len(part)
+    return b"".join((*rest, raw[done:])), tuple(parts)
+
+
+def _join(rest: bytes, parts: Sequence[tuple[int, bytes]], where: str) -> bytes:
+    """Puts back what `cut` cut out."""
+    pieces: list[bytes] = []
+    done = taken = 0  # how far the whole is put together, and how much of the rest is used
+    for at, part in parts:
+        if not done <= at <= done + len(rest) - taken:
+            raise CorruptArtifactError(f"{where}: a cut at {at} is out of range.")
+        pieces += (rest[taken : taken + at - done], part)
+        taken += at - done
+        done = at + len(part)
+    return b"".join((*pieces, rest[taken:]))
+
+
+def unpack(
+    stored: bytes, file: m.File, where: str, parts: Sequence[tuple[int, bytes]] = ()
+) -> bytes:
+    """Returns the raw bytes of a stored file; `parts` are raw bytes that were cut out of it, by offset.
 
     Damaged bytes can abort the process in native code, so both digests are checked here, before anything else is
     done with them, and decompression stops at the declared size.
@@ -88,16 +120,19 @@ def unpack(stored: bytes, file: m.File, where: str) -> bytes:
     _count("decompressions")
     try:
         parameters = zstandard.get_frame_parameters(stored)
-        if parameters.content_size != file.raw_nbytes:
+        expected = file.raw_nbytes - sum(len(part) for _, part in parts)
+        if parameters.content_size != expected:
             raise CorruptArtifactError(
-                f"{where}: holds {parameters.content_size} bytes, expected {file.raw_nbytes}. "
+                f"{where}: holds {parameters.content_size} bytes, expected {expected}. "
                 "Save this step again."
             )
         raw = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(
-            stored, max_output_size=file.raw_nbytes, allow_extra_data=False
+            stored, max_output_size=expected, allow_extra_data=False
         )
     except zstandard.ZstdError as e:
         raise CorruptArtifactError(f"{where}: {e}. Save this step again.") from e
+    if parts:
+        raw = _join(raw, parts, where)
     if len(raw) != file.raw_nbytes or digest(raw) != file.raw_sha256:
         raise CorruptArtifactError(f"{where}: the raw bytes are damaged. Save this step again.")
     return raw
