@@ -188,7 +188,8 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         else:
             target = restoring.make_target(self._state_handler)
             wrapped_args = restore_args() if target is None else restore_args(target)
-        state = self._state_handler.restore(directory, args=wrapped_args)
+        with restoring.timeline.span("state", "weights"):
+            state = self._state_handler.restore(directory, args=wrapped_args)
         return restoring.give_weak_types(state)
 
 

@@ -191,9 +191,7 @@ def _add_variant(
     signature = function.signatures[number]
     (variant,) = edit.add_files(artifact, f"{function.folder}/{signature.folder}").variants
     others = tuple(
-        v
-        for v in signature.variants
-        if artifact_lib.place_of(v) != artifact_lib.place_of(variant)
+        v for v in signature.variants if artifact_lib.place_of(v) != artifact_lib.place_of(variant)
     )
     signatures = list(function.signatures)
     signatures[number] = msgspec.structs.replace(signature, variants=(*others, variant))
