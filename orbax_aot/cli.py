@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -53,7 +54,7 @@ def main() -> None:
     PATH is a checkpoint root (its latest step is taken), a step, or an item of a step.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character gets a "?"
 
 

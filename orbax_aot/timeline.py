@@ -105,8 +105,8 @@ class Timeline:
         import io
 
         try:
-            from matplotlib.figure import Figure
-            from matplotlib.patches import Patch
+            from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+            from matplotlib.patches import Patch  # pyright: ignore[reportMissingImports]
         except ModuleNotFoundError as e:
             raise ModuleNotFoundError(
                 "A picture of a timeline needs matplotlib; install it, or write a .json and open that in "
