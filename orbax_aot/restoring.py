@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
@@ -39,8 +38,19 @@ def begin(
         return NothingRestored(directory, args, e)
 
 
+def has_state(directory: epath.PathLike) -> bool:
+    """Whether an item holds a state, and not executables only."""
+    directory = epath.Path(directory)
+    try:
+        return not (directory / "metadata").exists() or (directory / "_METADATA").exists()
+    except OSError:
+        return True
+
+
 class NothingRestored:
     """Stands for a restore of functions that failed as a whole: live functions are what they were before."""
+
+    functions: tuple[restored_lib.RestoredFunction, ...] = ()
 
     def __init__(self, directory: epath.Path, args: AotRestore, error: Exception):
         self._note = f"{directory}: functions are not restored: {type(error).__name__}: {error}"
@@ -54,7 +64,7 @@ class NothingRestored:
             self._error
         )
 
-    def make_target(self, state_handler: Any) -> None:
+    def make_target(self, read_metadata: Callable[[], Any]) -> None:
         return None
 
     def give_weak_types(self, state: Any) -> Any:
@@ -254,14 +264,15 @@ class Restoring:
                 "The state was not touched. Pass on_mismatch='recompile' to compile them anew."
             )
 
-    def make_target(self, state_handler: Any) -> Any:
-        """Returns a target sharded as the executables expect; None to leave that to the wrapped handler."""
-        if self._manifest is None or not isinstance(state_handler, ocp.StandardCheckpointHandler):
+    def make_target(self, read_metadata: Callable[[], Any]) -> Any:
+        """Returns a target sharded as the executables expect; None to leave that to the state's handler.
+
+        `read_metadata` returns Orbax's metadata of the state, and may raise.
+        """
+        if self._manifest is None:
             return None
         try:
-            return state_lib.make_target(
-                state_handler.metadata(self._directory), self._manifest.body, self._placements()
-            )
+            return state_lib.make_target(read_metadata(), self._manifest.body, self._placements())
         except Exception:
             logging.exception("%s: the state comes back as Orbax places it.", self._directory)
             return None

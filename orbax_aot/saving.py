@@ -8,7 +8,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jaxlib.version
@@ -23,11 +23,73 @@ from orbax_aot import store as store_lib
 from orbax_aot.overrides import is_off
 from orbax_aot.version import __version__
 
-if TYPE_CHECKING:
-    from orbax_aot.handler import AotSave
+
+class SaveRequest(Protocol):
+    """What the save arguments of either Orbax API say."""
+
+    item: Any
+    fns: Mapping[str, Any] | None
+    portable: bool | Sequence[str]
+
 
 _T = TypeVar("_T")
 _Executables = Callable[[], tuple[functions_lib.Executable, ...]]
+
+
+_SAVABLE = (
+    functions_lib.AotFunction,
+    functions_lib.Executable,
+    restored_lib.SavedFunction,
+    jax.stages.Compiled,
+)
+
+
+def require_names(names: Sequence[Any], where: str) -> None:
+    """Raises `TypeError` unless all are names a function can have."""
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"{where}: function names are non-empty strings, got {name!r}.")
+        try:
+            name.encode()
+        except UnicodeEncodeError as e:
+            raise ValueError(f"{where}: the function name {name!r} is no valid Unicode.") from e
+
+
+def require_savable(fns: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Returns a copy of `AotSave(fns=...)`; raises `TypeError` where it holds what cannot be saved."""
+    if fns is None:
+        return None
+    if not isinstance(fns, Mapping):
+        raise TypeError(
+            "AotSave(fns=...) takes a mapping from names to AotFunction (oaot.jit), Executable or "
+            f"jax.stages.Compiled; got {type(fns).__name__}."
+        )
+    require_names(list(fns), "AotSave(fns=...)")
+    for name, fn in fns.items():
+        if not isinstance(fn, _SAVABLE):
+            raise TypeError(
+                f"AotSave(fns={{{name!r}: ...}}) takes an AotFunction (oaot.jit), an Executable or a "
+                f"jax.stages.Compiled; got {type(fn).__name__}. Wrap a function by oaot.jit, once, and call "
+                "what that returns."
+            )
+    return dict(fns)
+
+
+def require_portable(portable: Any) -> bool | tuple[str, ...]:
+    """Returns `AotSave(portable=...)`; raises `TypeError` where it is nothing that names platforms."""
+    if isinstance(portable, bool):
+        return portable
+    if isinstance(portable, str) or not all(isinstance(p, str) for p in portable):
+        raise TypeError(
+            "AotSave(portable=...) is True, False or a sequence of platforms such as ('cpu', 'tpu'); "
+            f"got {portable!r}."
+        )
+    return tuple(portable)
+
+
+def about_functions(args: SaveRequest) -> dict[str, Any]:
+    """Returns what the file `metadata` of an item of executables only says, which Orbax restores as JSON."""
+    return {"orbax_aot": __version__, "functions": sorted(args.fns or {})}
 
 
 def _snapshot_of(fn: Any, name: str) -> _Executables:
@@ -58,7 +120,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    args: AotSave, restored: tuple[restored_lib.RestoredFunction, ...]
+    args: SaveRequest, restored: tuple[restored_lib.RestoredFunction, ...] = ()
 ) -> Snapshot | None:
     """Notes what is needed of a save's functions and state; None where there is nothing to do. Never raises.
 
@@ -154,9 +216,14 @@ class Saving:
             )
         signatures: list[m.Signature] = []
         problems: list[m.Absent] = []
+        seen: list[m.Signature] = []
         for executable in executables:
             try:
                 artifact = self._in_time(lambda e=executable: e.pack(self._snapshot.portable))
+                what = _identity(tables.adopt_signature(artifact.signature, artifact.body))
+                if what in seen:
+                    continue
+                seen.append(what)
                 where = f"{folder}/{len(signatures)}"
                 signatures.append(artifact.write(store, tables, where))
             except Exception as e:
@@ -183,6 +250,11 @@ class Saving:
             return result.result(timeout=left)
         except concurrent.futures.TimeoutError:
             raise TimeoutError(f"not done within {self._timeout_secs:g} s") from None
+
+
+def _identity(signature: m.Signature) -> m.Signature:
+    """Returns what tells one executable from another: a function that is restored into twice holds the same again."""
+    return msgspec.structs.replace(signature, folder="", portable=None, portable_absent=None)
 
 
 def _absent(name: str, error: Exception) -> m.Absent:

@@ -372,7 +372,7 @@ def large_constants(traced: jax.stages.Traced) -> list[memoryview]:
             nbytes = getattr(value, "nbytes", 0)
             if nbytes >= _LARGE_NBYTES and id(value) not in found and _is_at_hand(value):
                 host = np.ascontiguousarray(np.asarray(value))
-                found[id(value)] = memoryview(host.reshape(-1).view(np.uint8))
+                found[id(value)] = host.reshape(-1).view(np.uint8).data
         for eqn in inner.eqns:
             for value in eqn.params.values():
                 for part in value if isinstance(value, tuple | list) else (value,):
