@@ -51,24 +51,16 @@ class Artifact:
 
     def named_by_content(self) -> Artifact:
         """Returns the artifact with file names that tell apart what differs, for a folder that holds others already."""
-        variants = [
-            msgspec.structs.replace(v, file=f"{v.sha256[:16]}{_VARIANT}")
-            for v in self.signature.variants
-        ]
-        files = {
-            new.file: self.files[old.file]
-            for old, new in zip(self.signature.variants, variants, strict=True)
-        }
-        files.update({f.file: self.files[f.file] for v in variants for f in v.shared})
+        names = {v.file: f"{v.sha256[:16]}{_VARIANT}" for v in self.signature.variants}
+        variants = tuple(
+            msgspec.structs.replace(v, file=names[v.file]) for v in self.signature.variants
+        )
         portable = self.signature.portable
         if portable is not None:
-            name = f"{portable.sha256[:16]}.stablehlo.zst"
-            files[name] = self.files[portable.file]
-            files.update({cut.file: self.files[cut.file] for cut in portable.cuts})
-            portable = msgspec.structs.replace(portable, file=name)
-        signature = msgspec.structs.replace(
-            self.signature, variants=tuple(variants), portable=portable
-        )
+            names[portable.file] = f"{portable.sha256[:16]}.stablehlo.zst"
+            portable = msgspec.structs.replace(portable, file=names[portable.file])
+        signature = msgspec.structs.replace(self.signature, variants=variants, portable=portable)
+        files = {names.get(name, name): stored for name, stored in self.files.items()}
         return Artifact(signature, self.body, files)
 
     def with_portable(
@@ -111,12 +103,12 @@ class Artifact:
         tables = m.Tables()
         own = tables.adopt_signature(self.signature, self.body)
         theirs = tables.adopt_signature(other.signature, other.body)
-        places = [_place_of(v) for v in own.variants]
+        places = [place_of(v) for v in own.variants]
         files = {k: v for k, v in self.files.items() if not k.endswith(_VARIANT)}
         variants = []
         for source, variant in (
             *((self, v) for v in own.variants),
-            *((other, v) for v in theirs.variants if _place_of(v) not in places),
+            *((other, v) for v in theirs.variants if place_of(v) not in places),
         ):
             name = f"{len(variants)}{_VARIANT}"
             files[name] = source.files[variant.file]
@@ -136,7 +128,7 @@ class Artifact:
         return PartiallySerialized(self.signature, self.body, payload, constants)
 
 
-def _place_of(variant: m.Variant) -> tuple[Any, ...]:
+def place_of(variant: m.Variant) -> tuple[Any, ...]:
     """Returns what tells variants of one signature apart, whose shardings are of the same tables."""
     return variant.topology, variant.environment, variant.in_shardings, variant.out_shardings
 

@@ -180,7 +180,8 @@ class AotHandler(ocp.AsyncCheckpointHandler):
                 target = restoring.make_target(lambda: self._state_handler.metadata(directory))
             wrapped_args = restore_args() if target is None else restore_args(target)
         handler: Any = self._state_handler
-        state = handler.restore(directory, args=wrapped_args)
+        with restoring.timeline.span("state", "weights"):
+            state = handler.restore(directory, args=wrapped_args)
         return restoring.give_weak_types(state)
 
 

@@ -363,9 +363,10 @@ def files_of(body: Body) -> dict[str, File]:
             folder = f"{function.folder}/{signature.folder}"
             for variant in signature.variants:
                 files[f"{folder}/{variant.file}"] = variant
-                files.update({constant.file: constant for constant in variant.constants})
+                files.update({shared.file: shared for shared in variant.shared})
             if signature.portable is not None:
                 files[f"{folder}/{signature.portable.file}"] = signature.portable
+                files.update({cut.file: cut for cut in signature.portable.cuts})
     return files
 
 

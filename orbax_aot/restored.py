@@ -29,6 +29,7 @@ from orbax_aot.errors import (
 )
 from orbax_aot.executable import LoadedProgram
 from orbax_aot.report import ALARMING, FunctionReport, Reason, ReasonCode, RestoreReport, Verdict
+from orbax_aot.timeline import Timeline
 
 _loaders = concurrent.futures.ThreadPoolExecutor(
     max_workers=max(2, min(8, os.cpu_count() or 2)), thread_name_prefix="orbax_aot_load"
@@ -73,7 +74,7 @@ class RestoredSignature:
         self.nbytes = 0
         self.artifact: artifact_lib.Artifact | None = None
         self.executable: functions_lib.Executable | None = None
-        self._where = f"{owner.name}/{index}"
+        self.where = f"{owner.name}/{index}"
         self._lock = threading.RLock()
         self._decoder = values.Decoder(saved.body, devices) if devices else None
         self._rebuilt: jax.stages.Compiled | None = None
@@ -116,11 +117,13 @@ class RestoredSignature:
     def _load(self) -> None:
         try:
             start = time.perf_counter()
-            self.artifact = self.saved.read_variant(self.decision.variant or 0)
-            serialized = self.artifact.unpack(self._where)
+            with self.owner.timeline.span(self.where, "read"):
+                self.artifact = self.saved.read_variant(self.decision.variant or 0)
+                serialized = self.artifact.unpack(self.where)
             self.nbytes = len(serialized.payload)
             if not self.needs_lowering:
-                self._programs[self.devices] = LoadedProgram.load(serialized, self.devices)
+                with self.owner.timeline.span(self.where, "load"):
+                    self._programs[self.devices] = LoadedProgram.load(serialized, self.devices)
             self.secs = time.perf_counter() - start
             jax.monitoring.record_event_duration_secs(
                 "/jax/orbax_aot/restore/load_secs", self.secs, function=self.owner.name
@@ -149,7 +152,8 @@ class RestoredSignature:
             donated = [i for i, leaf in enumerate(self.signature.inputs) if leaf.donated]
             one_device = program.mesh_axes is None and program.nr_devices == 1
             mesh = None if one_device else self.place.mesh
-            compiled = program.compile(mesh, self.place.devices, donated=donated)
+            with self.owner.timeline.span(self.where, "rebuild"):
+                compiled = program.compile(mesh, self.place.devices, donated=donated)
         except portable_lib.PortableError as e:
             code = ReasonCode.__members__.get(e.obstacle.code, ReasonCode.NEEDS_SOURCE)
             return self.give_up(Reason(code, e.obstacle.detail))
@@ -226,7 +230,7 @@ class RestoredSignature:
             if lowered is None and devices in self._programs:
                 return self._programs[devices]
             try:
-                serialized = self.artifact.unpack(self._where)
+                serialized = self.artifact.unpack(self.where)
                 program = LoadedProgram.load(serialized, devices, lowered)
             except Exception as e:
                 self.give_up(Reason(ReasonCode.LOAD_FAILED, _one_line(e)))
@@ -481,8 +485,9 @@ class RestoredFunction:
         verify: str,
         on_mismatch: str,
         group: multihost.Group | None = None,
+        timeline: Timeline | None = None,
     ):
-        """`group` holds the processes that must come to the same decisions."""
+        """`group` holds the processes that must come to the same decisions; `timeline` takes what is done when."""
         self.name = name
         self.plan = plan
         self.live = plan.live
@@ -494,6 +499,7 @@ class RestoredFunction:
         self._secs = 0.0
         self._said: set[tuple[Verdict, str]] = set()
         self._group = group
+        self.timeline = Timeline() if timeline is None else timeline
         self._exchanges = itertools.count()
         self._lock = threading.RLock()
 
@@ -693,7 +699,8 @@ class RestoredFunction:
         """Traces and lowers here; runs the saved executable where the program is the same."""
         from orbax_aot.program import program_digest
 
-        lowering = function.lower_call(call)
+        with self.timeline.span(signature.where, "trace and lower"):
+            lowering = function.lower_call(call)
         saved = signature.signature.program
         here = program_digest(lowering.lowered)
         same = saved == here or (self.verify == "signature" and signature.needs_lowering)
@@ -751,9 +758,14 @@ class RestoredFunction:
                 f"{self.name}: the saved executable is not used: {_listed(reasons)}. "
                 "Pass on_mismatch='recompile' to compile it anew."
             )
+        lane = self.name if signature is None else signature.where
+        if lowering is None:
+            with self.timeline.span(lane, "trace and lower"):
+                lowering = function.lower_call(call)
         start = time.perf_counter()
-        entry = function.compile_call(call, lowering)
-        secs = time.perf_counter() - start + (lowering.secs if lowering is not None else 0.0)
+        with self.timeline.span(lane, "compile"):
+            entry = function.compile_call(call, lowering)
+        secs = time.perf_counter() - start + lowering.secs
         with self._lock:
             if signature is not None:
                 signature.verdict = Verdict.RECOMPILED
@@ -944,11 +956,12 @@ class RestoredFunctions(Mapping[str, Any]):
         functions: Mapping[str, Any],
         restored: Mapping[str, RestoredFunction],
         note: str = "",
+        timeline: Timeline | None = None,
     ):
         self._functions = dict(functions)
         self._restored = dict(restored)
         self.report = RestoreReport(
-            lambda: {name: r.report() for name, r in self._restored.items()}, note
+            lambda: {name: r.report() for name, r in self._restored.items()}, note, timeline
         )
 
     def __getitem__(self, name: str) -> Any:

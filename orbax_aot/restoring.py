@@ -20,6 +20,7 @@ from orbax_aot import store as store_lib
 from orbax_aot.errors import IncompatibleExecutableError
 from orbax_aot.overrides import is_off
 from orbax_aot.report import Reason, ReasonCode, Verdict
+from orbax_aot.timeline import Timeline
 
 if TYPE_CHECKING:
     from orbax_aot.handler import AotRestore
@@ -55,6 +56,7 @@ class NothingRestored:
         self._note = f"{directory}: functions are not restored: {type(error).__name__}: {error}"
         logging.error("%s", self._note, exc_info=error)
         self._error = error
+        self.timeline = Timeline()
         self._live = dict(args.fns) if isinstance(args.fns, Mapping) else {}
 
     def require_fit(self) -> None:
@@ -70,7 +72,7 @@ class NothingRestored:
 
     def finish(self) -> restored_lib.RestoredFunctions:
         live = {name: fn for name, fn in self._live.items() if fn is not None}
-        return restored_lib.RestoredFunctions(live, {}, self._note)
+        return restored_lib.RestoredFunctions(live, {}, self._note, self.timeline)
 
 
 class Restoring:
@@ -87,13 +89,15 @@ class Restoring:
         self._note = ""
         self._live: dict[str, functions_lib.AotFunction] = {}
         self._restored: dict[str, restored_lib.RestoredFunction] = {}
+        self.timeline = Timeline()
         self._machine: plan_lib.Machine | None = None
         self._devices: tuple[Any, ...] = ()
         self._mesh: jax.sharding.Mesh | None = None
 
     def start(self) -> None:
         """Reads the manifest, decides with the other processes, and starts to load."""
-        plans = self._agree("plan", self._make_plans())
+        with self.timeline.span("manifest", "decide"):
+            plans = self._agree("plan", self._make_plans())
         try:
             self._restored = {name: self._prepare(name, plan) for name, plan in plans.items()}
         except Exception as e:  # what every process hits alike, as all have the same plans
@@ -199,6 +203,7 @@ class Restoring:
             verify=self._args.effective_verify,
             on_mismatch=self._args.on_mismatch,
             group=self._group,
+            timeline=self.timeline,
         )
         if not plan.decisions:
             return restored
@@ -337,4 +342,4 @@ class Restoring:
                         r for d in restored.plan.decisions for r in d.reasons
                     )
                     restored.announce(Verdict.REFUSED, reasons, 0.0)
-        return restored_lib.RestoredFunctions(functions, self._restored, self._note)
+        return restored_lib.RestoredFunctions(functions, self._restored, self._note, self.timeline)
