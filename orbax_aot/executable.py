@@ -172,8 +172,7 @@ def serialize(
             f"The program calls back into Python ({', '.join(calls)}), and its callbacks are not at hand."
         )
     if payload is None:
-        counters["serializations"] += 1
-        payload = compiled_lib.payload_of(compiled)
+        payload = make_payload(compiled)
     devices = compiled_lib.devices_of(compiled)
     cost, memory = compiled_lib.cost_of(compiled)
     constants = tuple(
@@ -205,6 +204,36 @@ def serialize(
     return PartiallySerialized(
         signature, tables.body(), payload, tuple(raw for _, raw in described.constants)
     )
+
+
+def make_payload(
+    compiled: jax.stages.Compiled,
+    lowered: jax.stages.Lowered | None = None,
+    *,
+    fresh: bool = False,
+) -> bytes:
+    """Returns the PJRT bytes of a compiled function; compiles it once more where its own cannot be had.
+
+    `lowered` is what it was compiled from, where that is known; with `fresh`, its own bytes are known not to do.
+
+    Raises:
+      NotSerializableError: its bytes cannot be had, and nothing says how to compile it.
+    """
+    counters["serializations"] += 1
+    if lowered is None or not fresh:
+        try:
+            return compiled_lib.payload_of(compiled)
+        except NotSerializableError:
+            raise
+        except Exception as e:
+            # On the CPU (XLA of jax 0.10.2 to 0.12.0.1) a program that sorts cannot be serialized once it has run:
+            # "`LessThan` is not serializable".
+            if lowered is None:
+                raise NotSerializableError(
+                    f"{e} A program that sorts can be serialized only before its first call; save an AotFunction "
+                    "or an Executable instead of a jax.stages.Compiled."
+                ) from e
+    return compiled_lib.compile_fresh_payload(lowered)
 
 
 def _raw_digest(raw: bytes) -> dict[str, Any]:
@@ -316,7 +345,7 @@ class LoadedProgram:
         if any(call.startswith("lapack_") for call in variant.custom_calls):
             devices_lib.register_lapack()
         counters["loads"] += 1
-        executable = compiled_lib.load_executable(saved.payload, devices, options)
+        executable = compiled_lib.load_executable(saved.payload, devices, options, lowered)
         program = cls(executable, saved, decoder, constants, lowered)
         compiled_lib.require_honest_shapes(executable, program.flat(), variant.name)
         return program

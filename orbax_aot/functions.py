@@ -256,9 +256,11 @@ class Executable:
 
     def _pack(self) -> artifact_lib.Artifact:
         lowering = self._lowering
-        payload = None
-        if self._from_persistent_cache and lowering is not None:
-            payload = compiled_lib.compile_fresh_payload(lowering.lowered)
+        payload = executable_lib.make_payload(
+            self.compiled,
+            None if lowering is None else lowering.lowered,
+            fresh=self._from_persistent_cache,
+        )
         serialized = executable_lib.serialize(self.compiled, payload, self._environment)
         if lowering is None and self._complete is None:
             # Nothing says where a bare Compiled came from, and bytes of an executable that was itself loaded may
@@ -545,10 +547,18 @@ class AotFunction(DirectCall):
     @property
     def executables(self) -> tuple[Executable, ...]:
         """What it has compiled or been restored with, oldest first."""
-        with self._lock:
-            own = tuple(self._executables.values())
-            restored = () if self._restored is None else self._restored.executables()
-        return (*restored, *(e for e in own if e not in restored))
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], tuple[Executable, ...]]:
+        """Notes what there is now, and returns what tells it: waiting for loads under way, which a save must not."""
+        own = tuple(self._executables.values())
+        restored = self._restored
+
+        def tell() -> tuple[Executable, ...]:
+            loaded = () if restored is None else restored.executables()
+            return (*loaded, *(e for e in own if e not in loaded))
+
+        return tell
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """As `jax.jit(fun).trace`."""

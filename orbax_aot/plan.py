@@ -218,7 +218,7 @@ def find_code_difference(saved: m.Code | None, here: m.Code | None) -> Reason | 
     """Returns why two fingerprints of a function do not show that the code is the same; None where they do."""
     if saved is None or here is None:
         return Reason(ReasonCode.CODE_UNDECIDABLE, "no fingerprint of the code")
-    unseen = (*saved.undecidable, *here.undecidable)
+    unseen = list(saved.undecidable) + list(here.undecidable)
     if unseen:
         more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
         return Reason(ReasonCode.CODE_UNDECIDABLE, unseen[0] + more)
@@ -324,14 +324,28 @@ def _place(
     if count == 1 and request.single is not None:
         return None, (request.single,)
     if count <= len(local):
-        return None, tuple(local[:count])
+        return None, _in_saved_order(local[:count], saved, here)
     if count == here.count:
-        return None, tuple(range(count))
+        return None, _in_saved_order(range(count), saved, here)
     return _count_reason(count, here.count), ()
 
 
+def _in_saved_order(
+    positions: Sequence[int], saved: m.Topology, here: m.Topology
+) -> tuple[int, ...]:
+    """Returns `positions` in the order of the save where they are the devices of the save.
+
+    A mesh need not lie over the devices in their own order.
+    """
+    by_id = {here.ids[i]: i for i in positions}
+    if sorted(by_id) != sorted(saved.ids):
+        return tuple(positions)
+    return tuple(by_id[i] for i in saved.ids)
+
+
 def _count_reason(saved: int, here: int) -> Reason:
-    return Reason(ReasonCode.DEVICE_COUNT, f"for {saved} devices", f"{here} devices")
+    devices = lambda n: f"{n} device" if n == 1 else f"{n} devices"
+    return Reason(ReasonCode.DEVICE_COUNT, f"for {devices(saved)}", devices(here))
 
 
 def _meshes_of(variant: m.Variant, body: m.Body) -> list[m.Mesh]:

@@ -191,6 +191,8 @@ class PortableProgram:
         custom_calls: targets of custom calls, sorted.
         host_calls: those of them that run Python or another framework on the host, and
             operations that exchange data with the host.
+        unknown_calls: those of the custom calls that are not JAX's own stable ones; they can be
+            anything that is registered in the process.
     """
 
     platforms: tuple[str, ...]
@@ -200,6 +202,7 @@ class PortableProgram:
     mesh_axes: Mapping[str, int] | None
     custom_calls: tuple[str, ...]
     host_calls: tuple[str, ...]
+    unknown_calls: tuple[str, ...]
     _exported: export_door.Exported = dataclasses.field(repr=False)
     _facts: mlir.ModuleFacts = dataclasses.field(repr=False)
 
@@ -233,6 +236,7 @@ class PortableProgram:
             mesh_axes=_mesh_axes(exported, facts),
             custom_calls=facts.custom_calls,
             host_calls=(*host_calls, *facts.host_transfers),
+            unknown_calls=tuple(sorted({*facts.custom_calls} - export_door.stable_calls())),
             _exported=exported,
             _facts=facts,
         )
@@ -311,7 +315,11 @@ class PortableProgram:
     def _find_host_obstacle(self) -> Obstacle | None:
         if not self.host_calls:
             return None
-        return _needs_source(f"it calls into the host ({', '.join(self.host_calls)})")
+        return Obstacle(
+            "NEEDS_SOURCE",
+            f"The StableHLO calls into the host ({', '.join(self.host_calls)}), where there is "
+            "nothing to call. Pass the live function.",
+        )
 
     def _find_config_obstacle(self) -> Obstacle | None:
         if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
@@ -327,6 +335,8 @@ class PortableProgram:
         return None
 
     def _find_mesh_obstacle(self, mesh_shape: dict[str, int]) -> Obstacle | None:
+        if self._facts.old_shardings:
+            return _needs_source("its shardings name no axes (Shardy was off when it was saved)")
         if list(mesh_shape.items()) == list((self.mesh_axes or {}).items()):
             return None
         return (
@@ -356,8 +366,6 @@ class PortableProgram:
             return _needs_source(
                 f"it computes device by device ({', '.join(facts.per_device)}, as shard_map does)"
             )
-        if facts.old_shardings:
-            return _needs_source("its shardings name no axes (Shardy was off when it was saved)")
         if facts.reordered:
             return _needs_source("one of its meshes has its devices in another order")
         if facts.split_axes:

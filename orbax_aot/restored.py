@@ -104,8 +104,11 @@ class RestoredSignature:
     def _load_or_rebuild(self) -> None:
         if self.variant is not None:
             self._load()
-        if self.variant is None and not self.owner.live and self.signature.portable is not None:
-            self._rebuild()
+        if self.variant is None and not self.owner.live:
+            if self.signature.portable is not None:
+                self._rebuild()
+            if self.verdict is Verdict.REFUSED:
+                self.owner.announce(Verdict.REFUSED, self.reasons, self.secs)
 
     def _load(self) -> None:
         try:
@@ -297,7 +300,7 @@ class RestoredSignature:
                 expected[index - len(variant.constants)] = self._decoder.sharding(sharding)
         return expected
 
-    def has_context(self, call: functions_lib.Call) -> Reason | None:
+    def find_context_change(self, call: functions_lib.Call) -> Reason | None:
         """Returns how the thread's trace context differs from that at the time of compiling; None where equal."""
         there, now = self.signature.context, call.context
         if there is None or there == now:
@@ -476,17 +479,17 @@ class RestoredFunction:
         """
         if not self.signatures:
             return self._compile(call, function, self._reasons)
-        nearest = ""
-        for weak_too in (False, True):
-            for signature in self.signatures:
-                match = signature.match(call)
-                if match.why:
-                    nearest = nearest or match.why
-                elif not match.weakly or weak_too:
-                    return self._use(signature, call, function, weakly=match.weakly)
-        reason = Reason(ReasonCode.SIGNATURE_CHANGED, nearest or "no such signature was saved")
+        matches = [(signature, signature.match(call)) for signature in self.signatures]
+        reason = Reason(ReasonCode.SIGNATURE_CHANGED, matches[0][1].why)
+        for signature, match in sorted(matches, key=lambda pair: pair[1].weakly):
+            if match.why:
+                continue
+            changed = signature.find_context_change(call)
+            if changed is None or signature.variant is None:
+                return self._use(signature, call, function, weakly=match.weakly)
+            reason = changed
         with self._lock:
-            self._reasons = (*self._reasons, reason)
+            self._reasons = tuple(dict.fromkeys((*self._reasons, reason)))
         return self._compile(call, function, (reason,), unseen=True)
 
     def _use(
@@ -499,9 +502,6 @@ class RestoredFunction:
     ) -> functions_lib.Entry | None:
         signature.wait()
         if signature.variant is None:
-            return self._compile(call, function, signature.reasons, signature)
-        if (reason := signature.has_context(call)) is not None:
-            signature.give_up(reason)
             return self._compile(call, function, signature.reasons, signature)
         doubt = self._find_doubt(signature, call, function, weakly=weakly)
         if doubt is None:
@@ -657,7 +657,9 @@ class SavedFunction(functions_lib.DirectCall):
         self._entries: dict[Any, functions_lib.Entry] = {}
         self._lock = threading.RLock()
         self.__name__ = self.__qualname__ = restored.name
-        self.__call__ = dispatch.make_dispatcher(restored.name, None, self._miss)
+        self.__call__ = dispatch.make_dispatcher(
+            restored.name, self._explain_floating_point_error, self._miss
+        )
 
     def __repr__(self) -> str:
         return f"SavedFunction({self._restored.name!r}, {self._restored.report().verdict})"
@@ -695,8 +697,20 @@ class SavedFunction(functions_lib.DirectCall):
         if entry is None:
             with self._lock:
                 entry = self._entries[call.key] = self._find_entry(call, usable)
-        result, fast = entry.run(call.flat)
+        try:
+            result, fast = entry.run(call.flat)
+        except Exception as e:
+            if dispatch.is_floating_point_error(e):
+                self._explain_floating_point_error()
+            raise
         return result, fast, False
+
+    def _explain_floating_point_error(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands where `jax_debug_nans` runs a function's source to find the operation that made a NaN."""
+        raise FloatingPointError(
+            f"{self._restored.name}: invalid value (nan or inf) in a result. Pass the live function to "
+            "AotRestore(fns={...}) to see which operation made it."
+        )
 
     def _without_static(
         self, usable: Sequence[RestoredSignature], args: tuple[Any, ...], kwargs: dict[str, Any]

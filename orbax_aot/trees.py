@@ -110,10 +110,8 @@ def describe_result(out_tree: Any, in_tree: Any, input_paths: Sequence[str]) -> 
             return _LEAF
         if jax.tree.structure(node).num_leaves and (like := find_like(node)) is not None:
             return {"like": like}
-        if isinstance(node, collections.OrderedDict | collections.defaultdict):
-            return _describe_dict(dict(node), visit, kind=type(node).__name__)
-        if type(node) is dict:
-            return _describe_dict(node, visit, kind="dict")
+        if type(node) in (dict, collections.OrderedDict, collections.defaultdict):
+            return _describe_dict(node, visit)
         if type(node) in (list, tuple):
             return {type(node).__name__: [visit(child) for child in node]}
         if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -138,17 +136,19 @@ def describe_result(out_tree: Any, in_tree: Any, input_paths: Sequence[str]) -> 
     return visit(dummy(out_tree))
 
 
-def _describe_dict(node: Mapping[Any, Any], visit: Any, kind: str) -> Any:
-    try:
-        keys = sorted(node)
-    except TypeError:
-        keys = list(node)
+def _describe_dict(node: Mapping[Any, Any], visit: Any) -> Any:
+    """Describes a dictionary in the order of its leaves, which for an `OrderedDict` is its own."""
+    keyed, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    keys = [path[0].key for path, _ in keyed]
     if not all(isinstance(key, str | int | bool) for key in keys):
-        raise TypeError(f"cannot describe a dictionary with keys {keys[:3]} in a result")
-    return {
-        "dict": [[key, visit(node[key])] for key in keys],
-        **({} if kind == "dict" else {"kind": kind}),
-    }
+        return {
+            "node": _type_name(dict),
+            "keys": [trees_lib.key_name(path[0]) for path, _ in keyed],
+            "children": [visit(child) for _, child in keyed],
+        }
+    kind = type(node).__name__
+    described = {"dict": [[key, visit(child)] for key, (_, child) in zip(keys, keyed, strict=True)]}
+    return described if kind == "dict" else {**described, "kind": kind}
 
 
 def _type_name(node_type: type) -> str:
@@ -306,6 +306,8 @@ def build_result(
         if "dict" in node:
             made = {key: visit(child) for key, child in node["dict"]}
             kind = node.get("kind", "dict")
+            if exact and kind == "defaultdict":
+                raise UnknownNode(kind)  # its factory is a function
             return collections.OrderedDict(made) if kind == "OrderedDict" else made
         for kind, make in (("list", list), ("tuple", tuple)):
             if kind in node:

@@ -221,14 +221,22 @@ def hlo_fingerprint_of(compiled: jax.stages.Compiled) -> str | None:
     return None if value is None else str(value)
 
 
-def load_executable(payload: bytes, devices: Sequence[Any], options: Any) -> Any:
+def load_executable(
+    payload: bytes, devices: Sequence[Any], options: Any, lowered: jax.stages.Lowered | None = None
+) -> Any:
     """Loads PJRT bytes onto `devices`, flat, in the order of the device assignment; blocks until ready.
 
-    A wrong number of devices, damaged bytes, or bytes for other software abort the process, and PJRT does not
-    compare the list with the assignment in `options`: the caller has checked all of that.
+    The Python functions that the program calls are those of `lowered`, the same program lowered here.
+
+    A wrong number of devices, damaged bytes, missing callbacks, or bytes for other software abort the process, and
+    PJRT does not compare the list with the assignment in `options`: the caller has checked all of that.
     """
     client = devices[0].client
-    return client.deserialize_executable(payload, devices_lib.make_device_list(devices), options)
+    device_list = devices_lib.make_device_list(devices)
+    callbacks = [] if lowered is None else lowered._lowering.compile_args.get("host_callbacks", [])
+    if not callbacks:  # a backend need not know them
+        return client.deserialize_executable(payload, device_list, options)
+    return client.deserialize_executable(payload, device_list, options, callbacks)
 
 
 def put_together(

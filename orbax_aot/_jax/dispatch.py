@@ -17,20 +17,21 @@ from orbax_aot._jax import compiled as compiled_lib
 
 def make_dispatcher(
     name: str,
-    fun: Callable[..., Any] | None,
+    fun: Callable[..., Any],
     miss: Callable[..., tuple[Any, Any, bool]],
     static_argnums: Sequence[int] = (),
     static_argnames: Sequence[str] = (),
 ) -> Any:
     """Returns a C++ callable that asks `miss(*args, **kwargs)` for what it has not seen.
 
-    `miss` returns the result, fast-path data or None, and whether to forget the entry.
+    `miss` returns the result, fast-path data or None, and whether to forget the entry. Under `jax_debug_nans`, `fun`
+    is called operation by operation where a result of the fast path is not finite.
     """
     from jax._src import tree_util
     from jax._src.interpreters import pxla
     from jax._src.lib import _jax
 
-    return _jax.pjit(
+    dispatcher = _jax.pjit(
         name,
         fun,
         miss,
@@ -40,6 +41,8 @@ def make_dispatcher(
         tree_util.dispatch_registry,
         pxla.cc_shard_arg,
     )
+    dispatcher._fun = fun  # where JAX's own hook for `jax_debug_nans` looks
+    return dispatcher
 
 
 def clear(dispatcher: Any) -> None:

@@ -291,6 +291,14 @@ def named_shardings(exported: Exported) -> tuple[tuple[Any, ...], tuple[Any, ...
     return exported._in_named_shardings, exported._out_named_shardings
 
 
+def stable_calls() -> frozenset[str]:
+    """Returns the targets of custom calls that JAX promises to keep (0.10.2 to 0.12.0.1).
+
+    Where a JAX has no such list, none is known to be stable.
+    """
+    return frozenset(getattr(_export, "_CUSTOM_CALL_TARGETS_GUARANTEED_STABLE", ()))
+
+
 def has_constant_shape(aval: Any) -> bool:
     """Whether an aval's sizes are all known (`core.is_constant_shape`, 0.10.2 to 0.12.0.1)."""
     return core.is_constant_shape(aval.shape)

@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 from jax._src import pjit
 from portable_programs import DEVICES, MESH, array, assert_equal, call, exported, on, program
 
+from orbax_aot._jax import export as export_door
 from orbax_aot.portable import PortableError, PortableProgram, export_program
 
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
@@ -156,6 +157,25 @@ def test_custom_calls_are_listed_and_do_not_count_as_calls_into_the_host():
     parsed = program(lambda x: jnp.linalg.svd(x, compute_uv=False), X)
     assert parsed.custom_calls == ("lapack_sgesdd_ffi",)
     assert parsed.host_calls == ()
+    assert parsed.unknown_calls == ()
+
+
+def test_calls_into_the_host_are_refused_where_they_would_run():
+    # Exporting refuses them; a file can hold them all the same.
+    def fun(x):
+        for target in ("xla_ffi_python_cpu_callback", "somebody_elses_kernel"):
+            x = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+        return x
+
+    unchecked = [jax.export.DisabledSafetyCheck.custom_call("ALL")]
+    with_calls = jax.export.export(jax.jit(fun), disabled_checks=unchecked)(X)
+    parsed = PortableProgram.parse(export_door.serialize(export_door.flatten(with_calls)))
+    assert parsed.host_calls == ("xla_ffi_python_cpu_callback",)
+    assert parsed.unknown_calls == ("somebody_elses_kernel", "xla_ffi_python_cpu_callback")
+    assert str(parsed.find_obstacle(None, "cpu")) == (
+        "NEEDS_SOURCE: The StableHLO calls into the host (xla_ffi_python_cpu_callback), where "
+        "there is nothing to call. Pass the live function."
+    )
 
 
 def debugging(x):

@@ -1,0 +1,244 @@
+"""Restoring the functions of a checkpoint: read and decide, load, bind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
+
+from orbax_aot import artifact as artifact_lib
+from orbax_aot import functions as functions_lib
+from orbax_aot import manifest as m
+from orbax_aot import plan as plan_lib
+from orbax_aot import restored as restored_lib
+from orbax_aot import state as state_lib
+from orbax_aot import store as store_lib
+from orbax_aot import topology
+from orbax_aot.errors import IncompatibleExecutableError
+from orbax_aot.overrides import is_off
+from orbax_aot.report import Reason, ReasonCode, Verdict
+
+if TYPE_CHECKING:
+    from orbax_aot.handler import AotRestore
+
+
+class Restoring:
+    """One restore's functions: read and decide, load, bind. Nothing in here raises but what is asked for."""
+
+    def __init__(self, directory: epath.Path, args: AotRestore):
+        self._directory = directory
+        self._args = args
+        self._store = store_lib.Store(directory)
+        self._manifest: m.Manifest | None = None
+        self._note = ""
+        self._live: dict[str, functions_lib.AotFunction] = {}
+        self._restored: dict[str, restored_lib.RestoredFunction] = {}
+        self._machine: plan_lib.Machine | None = None
+        self._devices: tuple[Any, ...] = ()
+        self._mesh: jax.sharding.Mesh | None = None
+
+    def start(self) -> None:
+        """Reads the manifest, decides, and starts to load."""
+        try:
+            self._live = {
+                name: functions_lib.as_aot_function(fn) for name, fn in self._args.live.items()
+            }
+            problem = None if is_off() else self._read_manifest()
+            plans = self._decide(problem)
+            self._restored = {name: self._prepare(name, plan) for name, plan in plans.items()}
+        except Exception as e:
+            logging.exception("%s: functions are not restored; the state is.", self._store.folder)
+            reason = Reason(ReasonCode.LOAD_FAILED, f"{type(e).__name__}: {e}"[:300])
+            names = self._args.names or tuple(self._saved_names())
+            self._restored = {
+                name: self._prepare(
+                    name, plan_lib.FunctionPlan((), (reason,), name in self._args.live)
+                )
+                for name in names
+            }
+        for function in self._restored.values():
+            function.start()
+
+    def _saved_names(self) -> Sequence[str]:
+        return sorted(self._manifest.functions) if self._manifest is not None else ()
+
+    def _read_manifest(self) -> Reason | None:
+        """Reads the manifest; returns why that failed, None where it did not or where there is none."""
+        try:
+            if not self._store.exists():
+                self._note = f"{self._directory}: no executables (no {store_lib.FOLDER} folder)"
+                return None
+            self._manifest = self._store.read_manifest()
+            return None
+        except Exception as e:
+            self._note = f"{self._store.manifest_path}: {e}"
+            logging.warning("%s", self._note)
+            return Reason(ReasonCode.CORRUPT, f"{type(e).__name__}: {e}"[:300])
+
+    def _decide(self, problem: Reason | None) -> dict[str, plan_lib.FunctionPlan]:
+        args = self._args
+        mesh = args.mesh if args.mesh is not None else topology.mesh_of_tree(args.item)
+        self._mesh = mesh
+        anchor = args.devices or (None if mesh is None else tuple(mesh.devices.flat))
+        client = anchor[0].client if anchor else None
+        self._machine = topology.describe_machine(client)
+        self._devices = tuple((client or jax.devices()[0].client).devices())
+        index = {d: i for i, d in enumerate(self._devices)}
+        functions = None
+        if args.fns is not None:
+            functions = {name: self._wanted(name) for name in args.names}
+        request = plan_lib.Request(
+            mesh=None
+            if mesh is None
+            else tuple(
+                (str(n), int(s)) for n, s in zip(mesh.axis_names, mesh.devices.shape, strict=True)
+            ),
+            positions=() if mesh is None else tuple(index[d] for d in mesh.devices.flat),
+            devices=None if args.devices is None else tuple(index[d] for d in args.devices),
+            single=index.get(state_lib.single_device_of(args.item)),
+            functions=functions,
+            verify=args.effective_verify,
+            disabled=is_off(),
+        )
+        return plan_lib.decide(self._manifest, self._machine, request, problem)
+
+    def _wanted(self, name: str) -> plan_lib.Wanted:
+        function = self._live.get(name)
+        if function is None:
+            return plan_lib.Wanted()
+        code = function.function_code() if self._args.effective_verify == "code" else None
+        return plan_lib.Wanted(live=True, code=code, options=function.compiler_options)
+
+    def _prepare(self, name: str, plan: plan_lib.FunctionPlan) -> restored_lib.RestoredFunction:
+        restored = restored_lib.RestoredFunction(
+            name, plan, verify=self._args.effective_verify, on_mismatch=self._args.on_mismatch
+        )
+        if not plan.decisions:
+            return restored
+        assert self._manifest is not None
+        body, function = self._manifest.body, self._manifest.functions[name]
+        for i, (signature, decision) in enumerate(
+            zip(function.signatures, plan.decisions, strict=True)
+        ):
+            devices = tuple(self._devices[j] for j in decision.assignment or ())
+            saved = artifact_lib.SavedSignature(self._store, body, function, signature)
+            place = self._rebuild_place(signature)
+            restored.signatures.append(
+                restored_lib.RestoredSignature(restored, i, saved, decision, devices, place)
+            )
+        return restored
+
+    def _rebuild_place(self, signature: m.Signature) -> restored_lib.RebuildPlace:
+        """Returns where a program that fits nowhere as it is would be rebuilt.
+
+        On the mesh that is asked for; else on a mesh as it was saved, where there are enough devices; else on one.
+        """
+        assert self._manifest is not None and self._machine is not None
+        mesh = self._mesh
+        if mesh is not None:
+            return restored_lib.RebuildPlace(mesh, tuple(mesh.devices.flat))
+        given = self._args.devices
+        local = [
+            d
+            for d, process in zip(self._devices, self._machine.topology.processes, strict=True)
+            if process == self._machine.process
+        ]
+        devices = tuple(given or local)
+        saved = plan_lib.find_main_mesh(signature, self._manifest.body)
+        if saved is not None and (
+            len(given) == saved.size if given else len(devices) >= saved.size
+        ):
+            return restored_lib.RebuildPlace(state_lib.make_mesh(saved, devices), devices)
+        if given and len(given) > 1 and saved is not None:
+            reason = Reason(
+                ReasonCode.DEVICE_COUNT,
+                f"for {saved.size} devices",
+                f"{len(given)} devices; pass mesh= to say how to use them",
+            )
+            return restored_lib.RebuildPlace(reason=reason)
+        return restored_lib.RebuildPlace(None, devices[:1])
+
+    def require_fit(self) -> None:
+        """Raises unless each function was loaded or remapped, or is pending; waits for loads."""
+        bad = []
+        for name, restored in sorted(self._restored.items()):
+            report = restored.report()
+            if report.verdict not in (Verdict.LOADED, Verdict.REMAPPED, Verdict.PENDING):
+                bad.append(f"{name}: {report}")
+        if bad:
+            listed = "\n  ".join(bad)
+            raise IncompatibleExecutableError(
+                f"{self._directory}: saved executables cannot be used here:\n  {listed}\n"
+                "The state was not touched. Pass on_mismatch='recompile' to compile them anew."
+            )
+
+    def make_target(self, state_handler: Any) -> Any:
+        """Returns a target sharded as the executables expect; None to leave that to the wrapped handler."""
+        if self._manifest is None or not isinstance(state_handler, ocp.StandardCheckpointHandler):
+            return None
+        try:
+            return state_lib.make_target(
+                state_handler.metadata(self._directory), self._manifest.body, self._placements()
+            )
+        except Exception:
+            logging.exception("%s: the state comes back as Orbax places it.", self._directory)
+            return None
+
+    def _placements(self) -> state_lib.Placements:
+        args = self._args
+        programs = tuple(
+            program
+            for restored in self._restored.values()
+            for signature in restored.signatures
+            if (program := self._program(signature)) is not None
+        )
+        return state_lib.Placements(
+            mesh=args.mesh,
+            devices=None if args.devices is None else tuple(args.devices),
+            programs=programs,
+            fallback=self._devices,
+        )
+
+    def _program(self, restored: restored_lib.RestoredSignature) -> state_lib.Program | None:
+        """Returns how a signature will run here, as far as it is decided; None where nothing saved runs."""
+        variant, signature = restored.variant, restored.signature
+        if variant is not None and restored.devices:
+            return state_lib.Program(signature, variant, devices=restored.devices)
+        if restored.verdict is not Verdict.REBUILT or restored.place.mesh is None:
+            return None
+        assert self._manifest is not None
+        main = plan_lib.find_main_variant(signature, self._manifest.body)
+        if main is None:
+            return None
+        return state_lib.Program(signature, main, mesh=restored.place.mesh)
+
+    def give_weak_types(self, state: Any) -> Any:
+        """Returns the state with the weak types it was saved with, where it comes back strong."""
+        if self._manifest is None:
+            return state
+        try:
+            return state_lib.give_weak_types(state, self._manifest.body.state)
+        except Exception:
+            logging.exception("%s: weak types are not restored.", self._directory)
+            return state
+
+    def finish(self) -> restored_lib.RestoredFunctions:
+        """Binds live functions and returns all."""
+        functions: dict[str, Any] = {}
+        for name, restored in self._restored.items():
+            live = self._live.get(name)
+            if live is not None:
+                live.bind(restored)
+                functions[name] = live
+            else:
+                functions[name] = restored_lib.SavedFunction(restored)
+                if restored.plan.verdict is Verdict.REFUSED:
+                    reasons = restored.plan.reasons or tuple(
+                        r for d in restored.plan.decisions for r in d.reasons
+                    )
+                    restored.announce(Verdict.REFUSED, reasons, 0.0)
+        return restored_lib.RestoredFunctions(functions, self._restored, self._note)

@@ -1,0 +1,24 @@
+"""The documentation says what the code says."""
+
+import pathlib
+import re
+
+from orbax_aot.report import ReasonCode, Verdict
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+
+
+def _first_cells(text: str, heading: str) -> list[str]:
+    section = text[text.index(heading) :]
+    return re.findall(r"^\| `([A-Z_]+)` \|", section, flags=re.MULTILINE)
+
+
+def test_troubleshooting_has_one_row_for_each_reason_in_the_enum_s_order():
+    text = (DOCS / "troubleshooting.md").read_text()
+    assert _first_cells(text, "## Reasons") == [code.name for code in ReasonCode]
+
+
+def test_troubleshooting_explains_each_verdict():
+    text = (DOCS / "troubleshooting.md").read_text()
+    before_reasons = text[: text.index("## Reasons")]
+    assert set(_first_cells(before_reasons, "| verdict")) == {v.name for v in Verdict}
