@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from orbax_aot.manifest import Manifest
     from orbax_aot.report import FunctionReport, Reason, ReasonCode, RestoreReport, Verdict
     from orbax_aot.restored import RestoredFunctions, SavedFunction
+    from orbax_aot.signing import sign, verify
+    from orbax_aot.trust import Trust
     from orbax_aot.version import __version__
 
 _HOMES = {
@@ -53,6 +55,8 @@ _HOMES = {
     "manifest": "Manifest",
     "report": "FunctionReport Reason ReasonCode RestoreReport Verdict",
     "restored": "RestoredFunctions SavedFunction",
+    "signing": "sign verify",
+    "trust": "Trust",
     "version": "__version__",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -8,7 +8,8 @@ import msgspec
 
 from orbax_aot import manifest as m
 from orbax_aot import store as store_lib
-from orbax_aot.errors import CorruptArtifactError
+from orbax_aot import trust
+from orbax_aot.errors import CorruptArtifactError, UntrustedArtifactError
 from orbax_aot.executable import PartiallySerialized
 
 _PORTABLE = "portable.stablehlo.zst"
@@ -132,6 +133,21 @@ class SavedSignature:
     body: m.Body
     function: m.Function
     signature: m.Signature
+    standing: trust.Standing = trust.Standing()
+
+    @property
+    def is_confined(self) -> bool:
+        """Whether its StableHLO comes from no trusted source."""
+        return self.standing.confined
+
+    def within_standing(self) -> SavedSignature:
+        """Returns it without what is not trusted, so that nothing of that is read, or saved again as if it were ours."""
+        signature = self.signature
+        if self.standing.native:
+            signature = msgspec.structs.replace(signature, variants=())
+        if self.standing.portable:
+            signature = msgspec.structs.replace(signature, portable=None)
+        return dataclasses.replace(self, signature=signature)
 
     def _name(self, file: str) -> str:
         return f"{self.function.folder}/{self.signature.folder}/{file}"
@@ -141,11 +157,13 @@ class SavedSignature:
 
         Raises:
           CorruptArtifactError: a file is missing or has another size.
+          UntrustedArtifactError: a file has another owner than the manifest.
         """
         variant = self.signature.variants[index]
-        files = {variant.file: self.store.read(self._name(variant.file), variant)}
+        admit = self.standing.admit
+        files = {variant.file: self.store.read(self._name(variant.file), variant, admit)}
         for constant in variant.constants:
-            files[constant.file] = self.store.read(constant.file, constant)
+            files[constant.file] = self.store.read(constant.file, constant, admit)
         only = msgspec.structs.replace(self.signature, variants=(variant,), portable=None)
         return Artifact(only, self.body, files)
 
@@ -166,7 +184,7 @@ class SavedSignature:
                 try:
                     other = self.read_variant(index)
                     other.unpack(self._name(other.variant.file))
-                except (CorruptArtifactError, OSError):
+                except (CorruptArtifactError, UntrustedArtifactError, OSError):
                     continue
                 artifact = artifact.with_variants_of(other)
         portable = self.signature.portable

@@ -19,6 +19,7 @@ from orbax_aot import restoring as restoring_lib
 from orbax_aot import saving as saving_lib
 from orbax_aot import store as store_lib
 from orbax_aot import topology
+from orbax_aot import trust as trust_lib
 from orbax_aot.version import __version__
 
 _VERIFY = ("code", "program", "signature")
@@ -50,16 +51,19 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         self,
         state_handler: ocp.CheckpointHandler | None = None,
         *,
+        trust: trust_lib.Trust | None = None,
         timeout_secs: float = 600.0,
     ):
         """Makes a handler.
 
         Args:
           state_handler: stores the state; `StandardCheckpointHandler` unless given.
+          trust: whose executables are loaded; `Trust.owner()` unless given. With a private key, saves are signed.
           timeout_secs: seconds after which the executable part of a save is dropped, with the reason `TIMEOUT`, and
-            the step commits without it.
+            the step commits without it; and after which reading executables is given up in a restore.
         """
         self._state_handler: Any = state_handler or ocp.StandardCheckpointHandler()
+        self._trust = trust or trust_lib.Trust.owner()
         self._timeout_secs = timeout_secs
         self._json_handler = ocp.JsonCheckpointHandler()
         self._saves_state = True
@@ -121,9 +125,10 @@ class AotHandler(ocp.AsyncCheckpointHandler):
             logging.exception("orbax_aot: no executables in this save; the state is saved.")
 
     def finalize(self, directory: epath.Path) -> None:
-        """Passes on to the wrapped handler, where there is a state."""
+        """Passes on to the wrapped handler, where there is a state; then signs, which takes the state's own index."""
         if self._has_state(directory):
             self._state_handler.finalize(directory)
+        saving_lib.sign(store_lib.Store(directory), self._trust, self._timeout_secs)
 
     def close(self) -> None:
         self._state_handler.close()
@@ -158,7 +163,9 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         """
         args = args or AotRestore()
         directory = epath.Path(directory)
-        restoring = restoring_lib.Restoring(directory, args)
+        restoring = restoring_lib.Restoring(
+            directory, args, self._trust, self._timeout_secs
+        )
         restoring.start()
         if args.on_mismatch == "raise":
             restoring.require_fit()

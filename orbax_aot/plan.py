@@ -37,7 +37,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     `mesh` and `positions` describe a mesh over the machine's devices, row-major; `devices` a plain list; `single` is
     where a program for one device goes unless its arguments lie elsewhere. `functions`
-    names what is wanted (None: all that is saved). `verify` is "code", "program" or "signature".
+    names what is wanted (None: all that is saved). `verify` is "code", "program" or "signature". `untrusted` says what
+    stands against the saved native code, `portable_untrusted` what stands against the StableHLO; "" where nothing does.
     """
 
     mesh: tuple[tuple[str, int], ...] | None = None
@@ -47,6 +48,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     functions: dict[str, Wanted] | None = None
     verify: str = "code"
     disabled: bool = False
+    untrusted: str = ""
+    portable_untrusted: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +140,11 @@ def decide_signature(
 ) -> Decision:
     """Decides for one signature: the best variant, or why none can be loaded here."""
     if signature.absent is not None:
-        return _without_executable(signature, (_reason_of(signature.absent),), machine, want)
+        reasons = (_reason_of(signature.absent),)
+        return _without_executable(signature, reasons, machine, request, want)
+    if request.untrusted:
+        reasons = (Reason(ReasonCode.UNTRUSTED, request.untrusted),)
+        return _without_executable(signature, reasons, machine, request, want)
     fitting: list[Decision] = []
     unfit: list[tuple[Reason, ...]] = []
     for index, variant in enumerate(signature.variants):
@@ -158,7 +165,7 @@ def decide_signature(
     if not fitting:
         fallback = (Reason(ReasonCode.NOT_SAVED, "no executable of this signature"),)
         reasons = min(unfit, key=len) if unfit else fallback
-        return _without_executable(signature, reasons, machine, want)
+        return _without_executable(signature, reasons, machine, request, want)
     asked = len(request.devices or request.positions)
 
     def merit(decision: Decision) -> tuple[bool, int, int]:
@@ -172,11 +179,15 @@ def decide_signature(
 
 
 def _without_executable(
-    signature: m.Signature, reasons: tuple[Reason, ...], machine: Machine, want: Wanted
+    signature: m.Signature,
+    reasons: tuple[Reason, ...],
+    machine: Machine,
+    request: Request,
+    want: Wanted,
 ) -> Decision:
     if want.live:
         return Decision(Verdict.RECOMPILED, reasons)
-    portable = signature.portable
+    portable = None if request.portable_untrusted else signature.portable
     if portable is not None and machine.topology.platform in portable.platforms:
         return Decision(Verdict.REBUILT, reasons)
     return Decision(Verdict.REFUSED, reasons)

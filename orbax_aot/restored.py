@@ -24,6 +24,7 @@ from orbax_aot.errors import (
     CorruptArtifactError,
     IncompatibleExecutableError,
     SignatureError,
+    UntrustedArtifactError,
 )
 from orbax_aot.executable import LoadedProgram
 from orbax_aot.report import ALARMING, FunctionReport, Reason, ReasonCode, RestoreReport, Verdict
@@ -125,12 +126,7 @@ class RestoredSignature:
             if self.verdict is not Verdict.PENDING:
                 self.owner.announce(self.verdict, (), self.secs)
         except Exception as e:
-            code = (
-                ReasonCode.CORRUPT
-                if isinstance(e, CorruptArtifactError)
-                else ReasonCode.LOAD_FAILED
-            )
-            self.give_up(Reason(code, _one_line(e)))
+            self.give_up(reason_of(e))
 
     def _rebuild(self) -> None:
         """Compiles the saved StableHLO for where it is to run here. Traces nothing of the user's."""
@@ -143,6 +139,9 @@ class RestoredSignature:
             program = portable_lib.PortableProgram.parse(self.saved.read_portable())
             if (why := self._find_other_program(program)) is not None:
                 return self.give_up(Reason(ReasonCode.CORRUPT, why))
+            if self.saved.is_confined and (calls := program.outside_calls):
+                why = f"the StableHLO calls {', '.join(calls)}, and comes from no trusted source"
+                return self.give_up(Reason(ReasonCode.UNTRUSTED, why))
             donated = [i for i, leaf in enumerate(self.signature.inputs) if leaf.donated]
             one_device = program.mesh_axes is None and program.nr_devices == 1
             mesh = None if one_device else self.place.mesh
@@ -151,12 +150,7 @@ class RestoredSignature:
             code = ReasonCode.__members__.get(e.obstacle.code, ReasonCode.NEEDS_SOURCE)
             return self.give_up(Reason(code, e.obstacle.detail))
         except Exception as e:
-            code = (
-                ReasonCode.CORRUPT
-                if isinstance(e, CorruptArtifactError)
-                else ReasonCode.LOAD_FAILED
-            )
-            return self.give_up(Reason(code, _one_line(e)))
+            return self.give_up(reason_of(e))
         with self._lock:
             self._rebuilt = compiled
             self.devices = compiled_lib.devices_of(compiled)
@@ -359,6 +353,8 @@ class RestoredSignature:
         """
         self.wait()
         with self._lock:
+            if self._rebuilt is not None and self.saved.is_confined:
+                return None  # saved by us, it would be trusted from then on
             if self.executable is not None and self.is_usable:
                 return self.executable
             if self._rebuilt is not None:
@@ -414,6 +410,19 @@ def _equivalent(placement: Any, expected: Any, ndim: int) -> bool:
 def _same_static(saved: Sequence[Any], here: Sequence[Any]) -> bool:
     """Compares static arguments; what JSON could not hold is left to the fingerprint of the call."""
     return [tuple(s) for s in saved] == [tuple(s) for s in here]
+
+
+def reason_of(error: Exception) -> Reason:
+    """Returns the reason that an error while reading or loading gives."""
+    if isinstance(error, UntrustedArtifactError):
+        return Reason(ReasonCode.UNTRUSTED, str(error))
+    for kind, code in (
+        (CorruptArtifactError, ReasonCode.CORRUPT),
+        (TimeoutError, ReasonCode.TIMEOUT),
+    ):
+        if isinstance(error, kind):
+            return Reason(code, _one_line(error))
+    return Reason(ReasonCode.LOAD_FAILED, _one_line(error))
 
 
 def _one_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from absl import logging
 from etils import epath
 
 from orbax_aot import artifact as artifact_lib
+from orbax_aot import deadline
 from orbax_aot import functions as functions_lib
 from orbax_aot import manifest as m
 from orbax_aot import plan as plan_lib
@@ -18,6 +19,7 @@ from orbax_aot import restored as restored_lib
 from orbax_aot import state as state_lib
 from orbax_aot import store as store_lib
 from orbax_aot import topology
+from orbax_aot import trust as trust_lib
 from orbax_aot.errors import IncompatibleExecutableError
 from orbax_aot.overrides import is_off
 from orbax_aot.report import Reason, ReasonCode, Verdict
@@ -29,9 +31,18 @@ if TYPE_CHECKING:
 class Restoring:
     """One restore's functions: read and decide, load, bind. Nothing in here raises but what is asked for."""
 
-    def __init__(self, directory: epath.Path, args: AotRestore):
+    def __init__(
+        self,
+        directory: epath.Path,
+        args: AotRestore,
+        trust: trust_lib.Trust | None = None,
+        timeout_secs: float = 600.0,
+    ):
         self._directory = directory
         self._args = args
+        self._trust = (trust or trust_lib.Trust.owner()).effective()
+        self._timeout_secs = timeout_secs
+        self._standing = trust_lib.Standing()
         self._store = store_lib.Store(directory)
         self._manifest: m.Manifest | None = None
         self._note = ""
@@ -72,12 +83,18 @@ class Restoring:
             if not self._store.exists():
                 self._note = f"{self._directory}: no executables (no {store_lib.FOLDER} folder)"
                 return None
-            self._manifest = self._store.read_manifest()
+            self._manifest, self._standing = deadline.within(
+                self._timeout_secs, self._open_manifest, "manifest"
+            )
             return None
         except Exception as e:
             self._note = f"{self._store.manifest_path}: {e}"
             logging.warning("%s", self._note)
-            return Reason(ReasonCode.CORRUPT, f"{type(e).__name__}: {e}"[:300])
+            return restored_lib.reason_of(e)
+
+    def _open_manifest(self) -> tuple[m.Manifest, trust_lib.Standing]:
+        manifest, content = self._store.open_manifest()
+        return manifest, self._trust.judge(self._store, manifest, content)
 
     def _decide(self, problem: Reason | None) -> dict[str, plan_lib.FunctionPlan]:
         args = self._args
@@ -103,6 +120,8 @@ class Restoring:
             functions=functions,
             verify=args.effective_verify,
             disabled=is_off(),
+            untrusted=self._standing.native,
+            portable_untrusted=self._standing.portable,
         )
         return plan_lib.decide(self._manifest, self._machine, request, problem)
 
@@ -125,7 +144,9 @@ class Restoring:
             zip(function.signatures, plan.decisions, strict=True)
         ):
             devices = tuple(self._devices[j] for j in decision.assignment or ())
-            saved = artifact_lib.SavedSignature(self._store, body, function, signature)
+            saved = artifact_lib.SavedSignature(
+                self._store, body, function, signature, self._standing
+            ).within_standing()
             place = self._rebuild_place(signature)
             restored.signatures.append(
                 restored_lib.RestoredSignature(restored, i, saved, decision, devices, place)
