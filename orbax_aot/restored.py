@@ -11,9 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jaxlib.version
 from absl import logging
 
 from orbax_aot import artifact as artifact_lib
+from orbax_aot import crash
 from orbax_aot import functions as functions_lib
 from orbax_aot import manifest as m
 from orbax_aot import plan as plan_lib
@@ -26,7 +28,7 @@ from orbax_aot.errors import (
     SignatureError,
     UntrustedArtifactError,
 )
-from orbax_aot.executable import LoadedProgram
+from orbax_aot.executable import LoadedProgram, PartiallySerialized
 from orbax_aot.report import ALARMING, FunctionReport, Reason, ReasonCode, RestoreReport, Verdict
 
 _loaders = concurrent.futures.ThreadPoolExecutor(
@@ -78,6 +80,7 @@ class RestoredSignature:
         self._rebuilt: jax.stages.Compiled | None = None
         self._programs: dict[tuple[Any, ...], LoadedProgram] = {}
         self._loading: concurrent.futures.Future[None] | None = None
+        self._crash_key = ""
 
     @property
     def variant(self) -> m.Variant | None:
@@ -118,7 +121,7 @@ class RestoredSignature:
             serialized = self.artifact.unpack(self._where)
             self.nbytes = len(serialized.payload)
             if not self.needs_lowering:
-                self._programs[self.devices] = LoadedProgram.load(serialized, self.devices)
+                self._programs[self.devices] = self._load_program(serialized, self.devices)
             self.secs = time.perf_counter() - start
             jax.monitoring.record_event_duration_secs(
                 "/jax/orbax_aot/restore/load_secs", self.secs, function=self.owner.name
@@ -127,6 +130,22 @@ class RestoredSignature:
                 self.owner.announce(self.verdict, (), self.secs)
         except Exception as e:
             self.give_up(reason_of(e))
+
+    def _load_program(
+        self,
+        serialized: PartiallySerialized,
+        devices: tuple[Any, ...],
+        lowered: jax.stages.Lowered | None = None,
+    ) -> LoadedProgram:
+        """Loads the payload, unless it has ended two processes already."""
+        client = devices[0].client
+        self._crash_key = crash.key_of(
+            serialized.variant.raw_sha256, client.platform_version, jaxlib.version.__version__
+        )
+        if why := crash.find_crashes(self._crash_key):
+            raise IncompatibleExecutableError(why)
+        with crash.marked(self._crash_key):
+            return LoadedProgram.load(serialized, devices, lowered)
 
     def _rebuild(self) -> None:
         """Compiles the saved StableHLO for where it is to run here. Traces nothing of the user's."""
@@ -201,7 +220,7 @@ class RestoredSignature:
                 return self._programs[devices]
             try:
                 serialized = self.artifact.unpack(self._where)
-                program = LoadedProgram.load(serialized, devices, lowered)
+                program = self._load_program(serialized, devices, lowered)
             except Exception as e:
                 self.give_up(Reason(ReasonCode.LOAD_FAILED, _one_line(e)))
                 return None
@@ -339,7 +358,8 @@ class RestoredSignature:
         variant = program.saved.variant
         committed = variant.committed or call.is_committed
         self._note_use(program)
-        return functions_lib.Entry(program.flat(committed=committed), result, order)
+        first_run = crash.FirstRun(self._crash_key)
+        return functions_lib.Entry(program.flat(committed=committed), result, order, first_run)
 
     def _note_use(self, program: LoadedProgram) -> None:
         variant = program.saved.variant
