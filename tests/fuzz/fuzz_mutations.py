@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -148,6 +149,12 @@ def bomb_file(artifact: Artifact, rng: random.Random) -> None:
 
 def _bomb(rng: random.Random) -> tuple[bytes, int]:
     nbytes = rng.choice((1 << 20, 1 << 28, (1 << 30) - 1))
+    return _zeros(nbytes), nbytes
+
+
+@functools.cache
+def _zeros(nbytes: int) -> bytes:
+    """Returns so many zeros, compressed."""
     compressor = zstandard.ZstdCompressor(level=1).compressobj(size=nbytes)
     parts, left = [], nbytes
     while left:
@@ -155,7 +162,7 @@ def _bomb(rng: random.Random) -> tuple[bytes, int]:
         parts.append(compressor.compress(bytes(n)))
         left -= n
     parts.append(compressor.flush())
-    return b"".join(parts), nbytes
+    return b"".join(parts)
 
 
 # -- the manifest ----------------------------------------------------------------------------------------------------
