@@ -140,14 +140,10 @@ class SavedSignature:
         """Whether its StableHLO comes from no trusted source."""
         return self.standing.confined
 
-    def within_standing(self) -> SavedSignature:
-        """Returns it without what is not trusted, so that nothing of that is read, or saved again as if it were ours."""
-        signature = self.signature
-        if self.standing.native:
-            signature = msgspec.structs.replace(signature, variants=())
-        if self.standing.portable:
-            signature = msgspec.structs.replace(signature, portable=None)
-        return dataclasses.replace(self, signature=signature)
+    @property
+    def portable(self) -> m.Portable | None:
+        """The StableHLO, where it may be used."""
+        return None if self.standing.portable else self.signature.portable
 
     def _name(self, file: str) -> str:
         return f"{self.function.folder}/{self.signature.folder}/{file}"
@@ -157,8 +153,10 @@ class SavedSignature:
 
         Raises:
           CorruptArtifactError: a file is missing or has another size.
-          UntrustedArtifactError: a file has another owner than the manifest.
+          UntrustedArtifactError: the manifest, or a file, is not trusted.
         """
+        if self.standing.native:
+            raise UntrustedArtifactError(self.standing.native)
         variant = self.signature.variants[index]
         admit = self.standing.admit
         files = {variant.file: self.store.read(self._name(variant.file), variant, admit)}
@@ -169,13 +167,13 @@ class SavedSignature:
 
     def read_portable(self) -> bytes:
         """Reads the StableHLO, both digests checked. Raises `CorruptArtifactError`."""
-        portable = self.signature.portable
+        portable = self.portable
         assert portable is not None
         name = self._name(portable.file)
         return store_lib.unpack(self.store.read(name, portable), portable, name)
 
     def complete(self, artifact: Artifact, skip: int | None) -> Artifact:
-        """Adds what this signature has besides the variant `skip`, as far as it can still be read.
+        """Adds what this signature has besides the variant `skip`, as far as it can still be read and is trusted.
 
         The step it came from may have been deleted since; then what is at hand is all there is.
         """
@@ -187,7 +185,7 @@ class SavedSignature:
                 except (CorruptArtifactError, UntrustedArtifactError, OSError):
                     continue
                 artifact = artifact.with_variants_of(other)
-        portable = self.signature.portable
+        portable = self.portable
         if portable is not None:
             try:
                 stored = self.store.read(self._name(portable.file), portable)

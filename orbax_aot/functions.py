@@ -28,6 +28,8 @@ from orbax_aot.errors import UnsupportedFunctionError
 
 # More executables than this in one function are almost always a shape that changes from step to step.
 _MANY_SIGNATURES = 64
+# No more than this many are kept, lest such a function fill memory and checkpoints.
+_MAX_SIGNATURES = 512
 
 
 def jit(
@@ -516,6 +518,7 @@ class AotFunction(DirectCall):
         self._restored: Any = None
         self._first_code: str | None = None
         self._traced_codes: dict[Any, m.Code] = {}
+        self._warned_of_many = self._forgets = False
         self._lock = threading.RLock()
         functools.update_wrapper(cast(Any, self), self._fun)
         self._name = getattr(self, "__name__", None) or type(self._fun).__name__
@@ -550,8 +553,11 @@ class AotFunction(DirectCall):
             "AotSave(fns={...})."
         )
 
-    def __deepcopy__(self, memo: Any) -> AotFunction:
+    def __copy__(self) -> AotFunction:
         return self  # functions are not copied either
+
+    def __deepcopy__(self, memo: Any) -> AotFunction:
+        return self
 
     @property
     def executables(self) -> tuple[Executable, ...]:
@@ -641,13 +647,32 @@ class AotFunction(DirectCall):
         if entry is None:
             entry = self.compile_call(call)
         self._entries[call.key] = entry
-        if len(self._entries) == _MANY_SIGNATURES:
+        self._limit_signatures()
+        return entry
+
+    def _limit_signatures(self) -> None:
+        """Warns of many signatures, and forgets the oldest where there are too many. Runs under the lock."""
+        count = len(self._entries)
+        if count == _MANY_SIGNATURES and not self._warned_of_many:
+            self._warned_of_many = True
             logging.warning(
                 "%s: %d signatures so far, all kept and saved. If a shape changes with each call, pad it.",
                 self._name,
-                _MANY_SIGNATURES,
+                count,
             )
-        return entry
+        while len(self._entries) > _MAX_SIGNATURES:
+            if not self._forgets:
+                self._forgets = True
+                logging.warning(
+                    "%s: more than %d signatures; the oldest are forgotten and no longer saved. If a shape changes "
+                    "with each call, pad it.",
+                    self._name,
+                    _MAX_SIGNATURES,
+                )
+            oldest = next(iter(self._entries))
+            del self._entries[oldest]
+            self._executables.pop(oldest, None)
+            self._traced_codes.pop(oldest[:-1], None)
 
     def adopt(self, call: Call, executable: Executable) -> None:
         """Keeps a restored executable under the signature of a call."""

@@ -53,6 +53,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         *,
         trust: trust_lib.Trust | None = None,
         timeout_secs: float = 600.0,
+        probe: bool = False,
     ):
         """Makes a handler.
 
@@ -60,11 +61,15 @@ class AotHandler(ocp.AsyncCheckpointHandler):
           state_handler: stores the state; `StandardCheckpointHandler` unless given.
           trust: whose executables are loaded; `Trust.owner()` unless given. With a private key, saves are signed.
           timeout_secs: seconds after which the executable part of a save is dropped, with the reason `TIMEOUT`, and
-            the step commits without it; and after which reading executables is given up in a restore.
+            the step commits without it; also how long a restore waits for the manifest, and the processes of a job
+            for each other.
+          probe: try executables in a child process before they are loaded here; for jobs of one process, on devices
+            that a child can open. Costs the start of a process.
         """
         self._state_handler: Any = state_handler or ocp.StandardCheckpointHandler()
         self._trust = trust or trust_lib.Trust.owner()
         self._timeout_secs = timeout_secs
+        self._probe = probe
         self._json_handler = ocp.JsonCheckpointHandler()
         self._saves_state = True
         # Orbax asks the instance. The class's own typestr stays unique, since classes are registered by it.
@@ -164,7 +169,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         args = args or AotRestore()
         directory = epath.Path(directory)
         restoring = restoring_lib.Restoring(
-            directory, args, self._trust, self._timeout_secs
+            directory, args, self._timeout_secs, trust=self._trust, probe=self._probe
         )
         restoring.start()
         if args.on_mismatch == "raise":
@@ -196,6 +201,10 @@ def _require_names(names: Sequence[Any], where: str) -> None:
     for name in names:
         if not isinstance(name, str) or not name:
             raise TypeError(f"{where}: function names are non-empty strings, got {name!r}.")
+        try:
+            name.encode()
+        except UnicodeEncodeError as e:
+            raise ValueError(f"{where}: the function name {name!r} is no valid Unicode.") from e
 
 
 @ocp.args.register_with_handler(AotHandler, for_save=True)

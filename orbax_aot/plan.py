@@ -76,6 +76,7 @@ class FunctionPlan:
     decisions: tuple[Decision, ...] = ()
     reasons: tuple[Reason, ...] = ()
     live: bool = False
+    live_everywhere: bool = True  # in all processes of the job that has it here
 
     @property
     def verdict(self) -> Verdict:
@@ -118,6 +119,9 @@ def decide(
         elif function is None:
             detail = f"no function named {name!r}" + (f", only {sorted(saved)}" if saved else "")
             plans[name] = FunctionPlan((), (Reason(ReasonCode.NOT_SAVED, detail),), want.live)
+        elif not function.signatures and function.absent is None:
+            reason = Reason(ReasonCode.NOT_SAVED, "no signature of it")
+            plans[name] = FunctionPlan((), (reason,), want.live)
         elif function.absent is not None:
             plans[name] = FunctionPlan((), (_reason_of(function.absent),), want.live)
         else:
@@ -282,9 +286,14 @@ def find_environment_changes(saved: m.Environment, here: m.Environment) -> list[
     if saved.cpu_features != here.cpu_features:
         gone, come = _set_difference(saved.cpu_features, here.cpu_features)
         reasons.append(Reason(ReasonCode.CPU_FEATURES, gone, come))
+    config, config_here = saved.config, here.config
+    if saved.jax != here.jax:  # each JAX has settings of its own
+        common = config.keys() & config_here.keys()
+        config = {name: config[name] for name in common}
+        config_here = {name: config_here[name] for name in common}
     for code, there, now in (
         (ReasonCode.XLA_FLAGS, saved.xla_flags, here.xla_flags),
-        (ReasonCode.JAX_CONFIG, saved.config, here.config),
+        (ReasonCode.JAX_CONFIG, config, config_here),
     ):
         if there != now:
             reasons.append(Reason(code, *_dict_difference(there, now)))

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jaxlib.version
 from absl import logging
 
+from orbax_aot import agreement, multihost, trees
 from orbax_aot import artifact as artifact_lib
 from orbax_aot import crash
 from orbax_aot import functions as functions_lib
 from orbax_aot import manifest as m
 from orbax_aot import plan as plan_lib
-from orbax_aot import trees
 from orbax_aot._jax import compiled as compiled_lib
 from orbax_aot._jax import dispatch, values
 from orbax_aot.errors import (
@@ -58,8 +59,12 @@ class RestoredSignature:
         decision: plan_lib.Decision,
         devices: tuple[Any, ...],
         place: RebuildPlace,
+        probe: Callable[[], str] | None = None,
     ):
-        """`devices` are those of the decision's assignment, in order; `place` is where to rebuild otherwise."""
+        """`devices` are those of the decision's assignment, in order; `place` is where to rebuild otherwise.
+
+        `probe` tells why the executable should not be loaded here, "" where it may.
+        """
         self.owner = owner
         self.saved = saved
         self.signature = saved.signature
@@ -67,6 +72,7 @@ class RestoredSignature:
         self.decision = decision
         self.devices = devices
         self.place = place
+        self._probe = probe
         self.verdict = decision.verdict
         self.reasons = decision.reasons
         self.checked_by = ""
@@ -109,7 +115,7 @@ class RestoredSignature:
         if self.variant is not None:
             self._load()
         if self.variant is None and not self.owner.live:
-            if self.signature.portable is not None:
+            if self.saved.portable is not None:
                 self._rebuild()
             if self.verdict is Verdict.REFUSED:
                 self.owner.announce(Verdict.REFUSED, self.reasons, self.secs)
@@ -121,6 +127,8 @@ class RestoredSignature:
             serialized = self.artifact.unpack(self._where)
             self.nbytes = len(serialized.payload)
             if not self.needs_lowering:
+                if self._probe is not None and (why := self._probe()):
+                    raise IncompatibleExecutableError(why)
                 self._programs[self.devices] = self._load_program(serialized, self.devices)
             self.secs = time.perf_counter() - start
             jax.monitoring.record_event_duration_secs(
@@ -207,6 +215,19 @@ class RestoredSignature:
             self.verdict = Verdict.RECOMPILED if self.owner.live else Verdict.REFUSED
             self._programs.clear()
             self._rebuilt = None
+
+    def follow(self, decision: plan_lib.Decision) -> None:
+        """Takes over what all processes have agreed on."""
+        with self._lock:
+            if decision.verdict is Verdict.PENDING:
+                self.verdict, self.reasons = decision.verdict, decision.reasons
+                return
+            self.give_up()
+            self.verdict, self.reasons = decision.verdict, decision.reasons
+
+    @property
+    def spans_processes(self) -> bool:
+        return len({d.process_index for d in self.devices}) > 1
 
     def program_on(
         self, devices: tuple[Any, ...], lowered: jax.stages.Lowered | None = None
@@ -453,7 +474,16 @@ def _one_line(error: BaseException) -> str:
 class RestoredFunction:
     """All saved signatures of one function, with the plan for them, bound to a live function or to none."""
 
-    def __init__(self, name: str, plan: plan_lib.FunctionPlan, *, verify: str, on_mismatch: str):
+    def __init__(
+        self,
+        name: str,
+        plan: plan_lib.FunctionPlan,
+        *,
+        verify: str,
+        on_mismatch: str,
+        group: multihost.Group | None = None,
+    ):
+        """`group` holds the processes that must come to the same decisions."""
         self.name = name
         self.plan = plan
         self.live = plan.live
@@ -464,7 +494,61 @@ class RestoredFunction:
         self._reasons: tuple[Reason, ...] = plan.reasons
         self._secs = 0.0
         self._said: set[tuple[Verdict, str]] = set()
+        self._group = group
+        self._exchanges = itertools.count()
         self._lock = threading.RLock()
+
+    def as_plan(self) -> plan_lib.FunctionPlan:
+        """Returns what came of the plan, for the other processes; waits for loads."""
+        self.wait()
+        decisions = tuple(
+            dataclasses.replace(s.decision, verdict=s.verdict, reasons=s.reasons)
+            for s in self.signatures
+        )
+        return plan_lib.FunctionPlan(decisions, self._reasons, self.live)
+
+    def follow(self, plan: plan_lib.FunctionPlan) -> None:
+        """Takes over what all processes have agreed on after loading: what one lost, none uses."""
+        self.live = plan.live
+        self._reasons = plan.reasons
+        if not plan.decisions:
+            self._function_verdict = plan.verdict
+            for signature in self.signatures:
+                signature.give_up()
+        for signature, decision in zip(self.signatures, plan.decisions, strict=False):
+            if decision.verdict is not signature.verdict:
+                signature.follow(decision)
+
+    def _agree_on_call(
+        self, signature: RestoredSignature, verdict: Verdict, why: str
+    ) -> Reason | None:
+        """Returns why this call must not go on as `verdict`, which other processes do not share; None where all do.
+
+        Only programs that run in several processes need this. All make the call, and each asks here once, so that
+        one whose code differs does not run another program than the others.
+        """
+        if self._group is None or self._group.is_alone or not signature.spans_processes:
+            return None
+        if not self.plan.live_everywhere:
+            if verdict is Verdict.LOADED:
+                return None
+            raise self._refusal([Reason(ReasonCode.CODE_CHANGED, why)])
+        own = plan_lib.FunctionPlan(
+            (plan_lib.Decision(verdict, (Reason(ReasonCode.CODE_CHANGED, why),) if why else ()),),
+            (),
+            True,
+        )
+        try:
+            views = self._group.exchange(
+                f"call/{self.name}/{next(self._exchanges)}", agreement.make_view({self.name: own})
+            )
+        except Exception as e:
+            return Reason(ReasonCode.OTHER_PROCESS, str(e))
+        agreed = agreement.agree({self.name: own}, views, self._group.index)[self.name]
+        if agreed.verdict is verdict:
+            return None
+        reasons = agreed.reasons or agreed.decisions[0].reasons
+        return reasons[-1] if reasons else Reason(ReasonCode.OTHER_PROCESS)
 
     def start(self) -> None:
         for signature in self.signatures:
@@ -506,6 +590,8 @@ class RestoredFunction:
         Raises:
           IncompatibleExecutableError: a saved executable may not be used, and `on_mismatch="raise"`.
         """
+        if self._function_verdict is Verdict.REFUSED:
+            raise self._refusal(self._reasons)
         if not self.signatures:
             return self._compile(call, function, self._reasons)
         matches = [(signature, signature.match(call)) for signature in self.signatures]
@@ -531,8 +617,12 @@ class RestoredFunction:
     ) -> functions_lib.Entry | None:
         signature.wait()
         if signature.variant is None:
+            if signature.verdict is Verdict.REFUSED:
+                raise self._refusal(signature.reasons)
             return self._compile(call, function, signature.reasons, signature)
         doubt = self._find_doubt(signature, call, function, weakly=weakly)
+        verdict = Verdict.LOADED if doubt is None else Verdict.PENDING
+        doubt = self._agree_on_call(signature, verdict, str(doubt or "")) or doubt
         if doubt is None:
             try:
                 entry = signature.make_entry(call, exact=True)
@@ -549,6 +639,12 @@ class RestoredFunction:
                     "code" if self.verify == "code" else self.verify,
                 )
         return self._compare_programs(signature, call, function, doubt)
+
+    def _refusal(self, reasons: Sequence[Reason]) -> IncompatibleExecutableError:
+        return IncompatibleExecutableError(
+            f"{self.name}: cannot be called here: {'; '.join(map(str, reasons))}. All processes refuse it "
+            "alike, since those without the live function could not compile it."
+        )
 
     def _find_doubt(
         self,
@@ -595,13 +691,22 @@ class RestoredFunction:
         saved = signature.signature.program
         here = program_digest(lowering.lowered)
         same = saved == here or (self.verify == "signature" and signature.needs_lowering)
+        reasons = [doubt] if doubt.code is ReasonCode.CODE_CHANGED else []
         if not same:
-            reasons = [doubt] if doubt.code is ReasonCode.CODE_CHANGED else []
-            changed = Reason(
-                ReasonCode.PROGRAM_CHANGED, f"program {str(saved)[7:15]}", f"program {here[7:15]}"
+            reasons.append(
+                Reason(
+                    ReasonCode.PROGRAM_CHANGED,
+                    f"program {str(saved)[7:15]}",
+                    f"program {here[7:15]}",
+                )
             )
+        verdict = Verdict.LOADED if same else Verdict.RECOMPILED
+        other = self._agree_on_call(signature, verdict, "" if same else str(reasons[-1]))
+        if other is not None:
+            reasons.append(other)
+        if not same or other is not None:
             signature.reasons = ()
-            signature.give_up(*reasons, changed)
+            signature.give_up(*reasons)
             return self._compile(call, function, signature.reasons, signature, lowering)
         entry = signature.make_entry(call, exact=False, lowered=lowering.lowered)
         if entry is None:
@@ -692,6 +797,17 @@ class SavedFunction(functions_lib.DirectCall):
 
     def __repr__(self) -> str:
         return f"SavedFunction({self._restored.name!r}, {self._restored.report().verdict})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"The SavedFunction {self._restored.name!r} cannot be pickled; restore it from its checkpoint instead."
+        )
+
+    def __copy__(self) -> SavedFunction:
+        return self  # functions are not copied either
+
+    def __deepcopy__(self, memo: Any) -> SavedFunction:
+        return self
 
     @property
     def executables(self) -> tuple[functions_lib.Executable, ...]:
@@ -808,7 +924,9 @@ class RestoredFunctions(Mapping[str, Any]):
         return self._functions[name]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._functions:
+        if name.startswith("_"):  # asked for while it is being copied, before it has any attributes
+            raise AttributeError(name)
+        if name not in self._functions:
             known = ", ".join(sorted(self._functions)) or "none"
             raise AttributeError(f"no restored function {name!r}; there are: {known}")
         return self._functions[name]

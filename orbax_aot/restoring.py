@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,16 +11,18 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
+from orbax_aot import agreement, multihost, topology
 from orbax_aot import artifact as artifact_lib
 from orbax_aot import deadline
 from orbax_aot import functions as functions_lib
 from orbax_aot import manifest as m
 from orbax_aot import plan as plan_lib
+from orbax_aot import probe as probe_lib
 from orbax_aot import restored as restored_lib
 from orbax_aot import state as state_lib
 from orbax_aot import store as store_lib
-from orbax_aot import topology
 from orbax_aot import trust as trust_lib
+from orbax_aot._jax.config import device_settings
 from orbax_aot.errors import IncompatibleExecutableError
 from orbax_aot.overrides import is_off
 from orbax_aot.report import Reason, ReasonCode, Verdict
@@ -35,15 +38,19 @@ class Restoring:
         self,
         directory: epath.Path,
         args: AotRestore,
-        trust: trust_lib.Trust | None = None,
         timeout_secs: float = 600.0,
+        *,
+        trust: trust_lib.Trust | None = None,
+        probe: bool = False,
     ):
+        """`timeout_secs` is how long the manifest, and the other processes' views, are waited for."""
         self._directory = directory
         self._args = args
         self._trust = (trust or trust_lib.Trust.owner()).effective()
-        self._timeout_secs = timeout_secs
         self._standing = trust_lib.Standing()
         self._store = store_lib.Store(directory)
+        self._group: multihost.Group | None = None
+        self._timeout_secs = timeout_secs
         self._manifest: m.Manifest | None = None
         self._note = ""
         self._live: dict[str, functions_lib.AotFunction] = {}
@@ -51,28 +58,64 @@ class Restoring:
         self._machine: plan_lib.Machine | None = None
         self._devices: tuple[Any, ...] = ()
         self._mesh: jax.sharding.Mesh | None = None
+        self._prober: probe_lib.Prober | None = None
+        if probe and jax.process_count() == 1:
+            self._prober = probe_lib.Prober(directory, device_settings())
 
     def start(self) -> None:
-        """Reads the manifest, decides, and starts to load."""
+        """Reads the manifest, decides with the other processes, and starts to load."""
+        plans = self._agree("plan", self._make_plans())
+        try:
+            self._restored = {name: self._prepare(name, plan) for name, plan in plans.items()}
+        except Exception as e:  # what every process hits alike, as all have the same plans
+            self._restored = {
+                name: self._prepare(name, plan)
+                for name, plan in self._failing_plans(e, tuple(plans)).items()
+            }
+        for function in self._restored.values():
+            function.start()
+        if self._prober is not None:
+            threading.Thread(target=self._end_probing, name="orbax_aot_probe", daemon=True).start()
+
+    def _end_probing(self) -> None:
+        assert self._prober is not None
+        for function in self._restored.values():
+            function.wait()
+        self._prober.close()
+
+    def _make_plans(self) -> dict[str, plan_lib.FunctionPlan]:
         try:
             self._live = {
                 name: functions_lib.as_aot_function(fn) for name, fn in self._args.live.items()
             }
             problem = None if is_off() else self._read_manifest()
-            plans = self._decide(problem)
-            self._restored = {name: self._prepare(name, plan) for name, plan in plans.items()}
+            return self._decide(problem)
         except Exception as e:
-            logging.exception("%s: functions are not restored; the state is.", self._store.folder)
-            reason = Reason(ReasonCode.LOAD_FAILED, f"{type(e).__name__}: {e}"[:300])
-            names = self._args.names or tuple(self._saved_names())
-            self._restored = {
-                name: self._prepare(
-                    name, plan_lib.FunctionPlan((), (reason,), name in self._args.live)
-                )
-                for name in names
-            }
-        for function in self._restored.values():
-            function.start()
+            return self._failing_plans(e, self._args.names or tuple(self._saved_names()))
+
+    def _failing_plans(
+        self, error: Exception, names: Sequence[str]
+    ) -> dict[str, plan_lib.FunctionPlan]:
+        logging.error(
+            "%s: functions are not restored; the state is.", self._store.folder, exc_info=error
+        )
+        reason = Reason(ReasonCode.LOAD_FAILED, f"{type(error).__name__}: {error}"[:300])
+        return {
+            name: plan_lib.FunctionPlan((), (reason,), name in self._args.live) for name in names
+        }
+
+    def _agree(
+        self, topic: str, plans: dict[str, plan_lib.FunctionPlan]
+    ) -> dict[str, plan_lib.FunctionPlan]:
+        """Returns the plans that all processes of the job take alike; blocks until all have told theirs."""
+        try:
+            self._group = self._group or multihost.Group(self._timeout_secs)
+            if self._group.is_alone:
+                return plans
+            views = self._group.exchange(topic, agreement.make_view(plans))
+            return agreement.agree(plans, views, self._group.index)
+        except Exception as e:
+            return agreement.without_the_others(plans, str(e))
 
     def _saved_names(self) -> Sequence[str]:
         return sorted(self._manifest.functions) if self._manifest is not None else ()
@@ -134,7 +177,11 @@ class Restoring:
 
     def _prepare(self, name: str, plan: plan_lib.FunctionPlan) -> restored_lib.RestoredFunction:
         restored = restored_lib.RestoredFunction(
-            name, plan, verify=self._args.effective_verify, on_mismatch=self._args.on_mismatch
+            name,
+            plan,
+            verify=self._args.effective_verify,
+            on_mismatch=self._args.on_mismatch,
+            group=self._group,
         )
         if not plan.decisions:
             return restored
@@ -144,14 +191,25 @@ class Restoring:
             zip(function.signatures, plan.decisions, strict=True)
         ):
             devices = tuple(self._devices[j] for j in decision.assignment or ())
+            probe = self._probe_of(name, i, decision)
             saved = artifact_lib.SavedSignature(
                 self._store, body, function, signature, self._standing
-            ).within_standing()
+            )
             place = self._rebuild_place(signature)
             restored.signatures.append(
-                restored_lib.RestoredSignature(restored, i, saved, decision, devices, place)
+                restored_lib.RestoredSignature(
+                    restored, i, saved, decision, devices, place, probe
+                )
             )
         return restored
+
+    def _probe_of(
+        self, name: str, index: int, decision: plan_lib.Decision
+    ) -> Callable[[], str] | None:
+        prober, variant = self._prober, decision.variant
+        if prober is None or variant is None:
+            return None
+        return lambda: prober.find_problem(name, index, variant, decision.assignment or ())
 
     def _rebuild_place(self, signature: m.Signature) -> restored_lib.RebuildPlace:
         """Returns where a program that fits nowhere as it is would be rebuilt.
@@ -248,7 +306,11 @@ class Restoring:
             return state
 
     def finish(self) -> restored_lib.RestoredFunctions:
-        """Binds live functions and returns all."""
+        """Binds live functions and returns all; with other processes, once all know what each could load."""
+        if self._group is not None and not self._group.is_alone:
+            found = {name: function.as_plan() for name, function in self._restored.items()}
+            for name, plan in self._agree("loaded", found).items():
+                self._restored[name].follow(plan)
         functions: dict[str, Any] = {}
         for name, restored in self._restored.items():
             live = self._live.get(name)

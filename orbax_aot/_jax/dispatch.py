@@ -51,9 +51,16 @@ def clear(dispatcher: Any) -> None:
 
 
 def call_flat(compiled: jax.stages.Compiled, args: Sequence[Any]) -> list[Any]:
-    """Runs a compiled function on flat arguments; returns flat results. Checks types and shardings, as JAX does."""
+    """Runs a compiled function on flat arguments; returns flat results. Checks types and shardings, as JAX does.
+
+    JAX's check knows no tokens; with tokens among them, the arguments are those that the signature was matched with.
+    """
+    from jax._src import core
+
     executable: Any = compiled._executable
-    return executable.call(*compiled_lib.constants_of(compiled), *args)
+    has_tokens = any(isinstance(arg, core.Token) for arg in args)
+    run = executable.unsafe_call if has_tokens else executable.call
+    return run(*compiled_lib.constants_of(compiled), *args)
 
 
 def make_fastpath(

@@ -13,6 +13,7 @@ from typing import Any
 
 from orbax_aot._jax import hooks
 from orbax_aot.fingerprint import libraries
+from orbax_aot.fingerprint.functions import SILENT_ATTRIBUTES
 from orbax_aot.fingerprint.libraries import Kind
 from orbax_aot.fingerprint.walk import Walk
 
@@ -200,7 +201,7 @@ def write_instance(walk: Walk, value: Any) -> None:
         walk.undecidable(f"a bound linen module {cls.__qualname__}")
     always = _libraries_look_inside(cls)
     for name, attribute in _state(value):
-        if not (linen and name in _LINEN_STATE):
+        if name not in SILENT_ATTRIBUTES and not (linen and name in _LINEN_STATE):
             walk.attribute(value, name, attribute, always=always)
 
 

@@ -26,6 +26,10 @@ _MODULE_NAMES_OF_THE_IMPORT_SYSTEM = frozenset(
     "__builtins__ __loader__ __spec__ __file__ __cached__ __path__ __doc__ __annotations__ __name__"
     " __package__ __annotate__ __conditional_annotations__".split()
 )
+# What decorators copy from one function to another, and nothing that runs looks at.
+SILENT_ATTRIBUTES = frozenset(
+    {"__doc__", "__module__", "__qualname__", "__annotations__", "__type_params__"}
+)
 _MISSING = object()
 
 
@@ -37,22 +41,35 @@ def write_function(walk: Walk, function: types.FunctionType) -> None:
     else:
         _write_user_code(walk, function.__code__, _Scope.of(function))
         walk.write(function.__name__)
-    for cell in _cells(function):
-        walk.visit(cell)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        _write_cell(walk, function, name, cell)
     walk.visit(function.__defaults__)
     walk.visit(function.__kwdefaults__)
-    if function.__dict__:
-        walk.visit(dict(function.__dict__))
-
-
-def _cells(function: types.FunctionType) -> tuple[object, ...]:
-    cells = function.__closure__ or ()
+    attributes = {k: v for k, v in function.__dict__.items() if k not in SILENT_ATTRIBUTES}
     if function.__code__.co_qualname == "singledispatch.<locals>.wrapper":
-        # One of its cells is a cache of what the registry, another, says.
-        names = function.__code__.co_freevars
-        return tuple(c for name, c in zip(names, cells, strict=True)
-                     if name not in ("dispatch_cache", "cache_token"))  # fmt: skip
-    return cells
+        attributes.pop("_clear_cache", None)
+    if attributes:
+        walk.visit(attributes)
+
+
+# Integers that a library turns into floats in its own closure when it is first called.
+_TURNED_INTO_FLOATS = frozenset(
+    [("optax.schedules._schedule", "cosine_decay_schedule.<locals>.schedule", "decay_steps")]
+)
+# What the functions that `functools.singledispatch` makes only remember, and take from the registry.
+_DISPATCH_CACHES = frozenset({"dispatch_cache", "cache_token"})
+
+
+def _write_cell(walk: Walk, function: types.FunctionType, name: str, cell: types.CellType) -> None:
+    made = function.__code__.co_qualname
+    if made.startswith("singledispatch.<locals>.") and name in _DISPATCH_CACHES:
+        return
+    if (function.__module__, made, name) in _TURNED_INTO_FLOATS:
+        value = cell.cell_contents
+        if isinstance(value, int):
+            walk.visit(types.CellType(float(value)))
+            return
+    walk.visit(cell)
 
 
 def _write_library_function(

@@ -9,8 +9,10 @@ again, which an identity comparison of dictionaries finds in about a millisecond
 from __future__ import annotations
 
 import builtins
+import contextlib
 import enum
 import functools
+import gc
 import sys
 import threading
 import types
@@ -18,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from orbax_aot.fingerprint import bindings, libraries
-from orbax_aot.fingerprint.bindings import Alias, Bindings, Constant, Definition, Import
+from orbax_aot.fingerprint.bindings import Alias, Bindings, Constant, Definition, Import, Unknown
 from orbax_aot.fingerprint.libraries import Kind
 
 _MISSING = object()
@@ -32,6 +34,10 @@ _SIMPLE = _NUMBERS | {type(None), str, bytes, tuple, frozenset}
 # Containers and slots of values are no code, and modules are looked at by themselves.
 _UNCHECKED = frozenset(
     {types.ModuleType, dict, list, set, types.MemberDescriptorType, types.GetSetDescriptorType}
+)
+_METHOD_WRAPPERS = frozenset({property, staticmethod, classmethod, functools.cached_property})
+_MADE_IN_C = frozenset(
+    {types.WrapperDescriptorType, types.MethodDescriptorType, types.BuiltinFunctionType}
 )
 # Set by libraries on each other while they are imported, or by the import system.
 _NAMES_OF_THE_IMPORT_SYSTEM = frozenset(
@@ -131,6 +137,15 @@ def _is_user_module(name: object) -> bool:
     return name == "__main__" or getattr(module, "__file__", None) is not None
 
 
+def _functions_of(value: Any) -> tuple[Any, ...]:
+    """The functions of a method, in whatever it is wrapped."""
+    if isinstance(value, property):
+        return tuple(f for f in (value.fget, value.fset, value.fdel) if f is not None)
+    if isinstance(value, functools.cached_property):
+        return (value.func,)
+    return (value.__func__,) if isinstance(value, staticmethod | classmethod) else (value,)
+
+
 class _Namespace:
     """One module of a library, or one of its classes: its names as last seen, and its patches."""
 
@@ -172,63 +187,48 @@ class _Namespace:
 
     def _is_patched(self, name: str, value: Any) -> bool:
         kind = type(value)
-        if kind is types.FunctionType:
-            if self._is_at_home(name, value) or self._is_made_for_class(name, value):
-                return False
-        elif kind in _UNCHECKED or name in _NAMES_OF_THE_IMPORT_SYSTEM:
+        if kind in _UNCHECKED or name in _NAMES_OF_THE_IMPORT_SYSTEM:
             return False
-        elif isinstance(value, type):
+        if isinstance(value, type):
             if value.__qualname__ == self._prefix + name:
                 if value.__module__ == self.module.__name__:
                     return False
         elif kind in _SIMPLE:
             if self._prefix and (kind not in _NUMBERS or name.startswith("_")):
                 return False  # names of fields and slots, and what enums keep
-        elif kind is property:
-            if not (value.fset or value.fdel) and self._is_at_home(name, value.fget):
+        elif kind is types.FunctionType or kind in _METHOD_WRAPPERS:
+            # Most names, and fast: a function in the file and of the name it should have.
+            if all(self._is_at_home(name, function) for function in _functions_of(value)):
                 return False
-        elif kind in (staticmethod, classmethod):
-            function = value.__func__
-            if self._is_at_home(name, function) or self._is_made_for_class(name, function):
-                return False
-        elif not callable(value) and not isinstance(value, functools.cached_property):
+        elif not callable(value) or (self._prefix and kind in _MADE_IN_C):
             return False
         expected = self._body.bindings_of(self.holder)
-        known = expected.known.get(name, []) if expected is not None else []
+        known = expected.of(name) if expected is not None else []
         if any(isinstance(b, Import | Alias) and self._fits(name, value, b) for b in known):
             return False  # taken from where the library takes it, even if that is another package
         if kind not in _SIMPLE and is_foreign(value):
             return True
-        if expected is None or not known or name in expected.unknown:
-            return False
-        return not any(self._fits(name, value, binding) for binding in known)
+        return bool(known) and not any(self._fits(name, value, binding) for binding in known)
 
     def _is_at_home(self, name: str, function: Any) -> bool:
-        """Whether a function comes from the file, and has the name, that it should have.
-
-        True of most, and fast.
-        """
+        """Whether a function comes from where one of this name should come from."""
         code = getattr(function, "__code__", None)
-        return (
-            code is not None
-            and code.co_qualname == self._prefix + name
-            and code.co_filename == self._body.file
-        )
-
-    def _is_made_for_class(self, name: str, function: Any) -> bool:
-        """Whether a class got this method from `dataclasses`, named tuples or its linen base."""
-        code = getattr(function, "__code__", None)
-        if code is None or not self._prefix:
+        if code is None:
             return False
         made = code.co_qualname
-        if made == f"__create_fn__.<locals>.{name}" or made == f"namedtuple.<locals>.{name}":
-            return True
+        if made == self._prefix + name:
+            return code.co_filename == self._body.file
+        if not self._prefix or "<locals>" not in made:
+            return False
+        # A method that something made for the class.
         if made == "wrap_method_once.<locals>.wrapped_module_method":
             return self._is_at_home(name, function.__wrapped__)
-        return False
+        return not is_foreign(function)
 
     def _fits(self, name: str, value: Any, binding: bindings.Binding) -> bool:
         """Whether a name that the library bound like this could hold this value."""
+        if isinstance(binding, Unknown):
+            return True
         if isinstance(binding, Definition):
             return _fits_definition(value, binding)
         if isinstance(binding, Constant):
@@ -272,12 +272,12 @@ class _Body:
             return None
         if holder is self._module:
             if self._of_module is None:
-                self._of_module = bindings.read_bindings(self.code, self._package)
+                self._of_module = Bindings(self.code, self._package)
             return self._of_module
         name: str = holder.__qualname__  # type: ignore[attr-defined]
         if name not in self._of_classes:
             body = bindings.class_body(self.code, name)
-            read = None if body is None else bindings.read_bindings(body, self._package)
+            read = None if body is None else Bindings(body, self._package)
             self._of_classes[name] = read
         return self._of_classes[name]
 
@@ -299,6 +299,18 @@ def _fits_definition(value: Any, binding: Definition) -> bool:
     return any((code.co_name, code.co_firstlineno) in wanted for code in codes)
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keeps garbage collection from going through all of JAX several times during the first look."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class _Watch:
     """All loaded modules of the trusted libraries."""
 
@@ -315,7 +327,7 @@ class _Watch:
 
     def patches(self) -> tuple[list[Patch], list[str]]:
         """(what is patched now, modules that could not be checked)."""
-        with self._lock:
+        with self._lock, _no_collection():
             changed = self._add_new_modules()
             index = 0
             while index < len(self._namespaces):  # grows by the classes that are found

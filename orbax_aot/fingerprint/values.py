@@ -6,6 +6,7 @@ a name) are written in place. All others are numbered by the walk and their cont
 
 from __future__ import annotations
 
+import collections
 import enum
 import functools
 import hashlib
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from orbax_aot._jax import hooks
 from orbax_aot.fingerprint import classes, functions, jax_values, libraries
 from orbax_aot.fingerprint.libraries import Kind
 from orbax_aot.fingerprint.walk import Walk
@@ -114,6 +116,7 @@ def _write_generic_alias(walk: Walk, value: Any) -> None:
 
 
 def _write_method(walk: Walk, value: types.MethodType) -> None:
+    _note_traced(walk, value)
     walk.write("method")
     walk.visit(value.__func__)
     walk.visit(value.__self__)
@@ -253,8 +256,16 @@ def _write_array(walk: Walk, value: np.ndarray) -> None:
 def _write_lru_cache(walk: Walk, value: Any) -> None:
     walk.visit(value.__wrapped__)
     walk.visit(dict(value.cache_parameters()))
-    if value.cache_info().currsize:
-        walk.undecidable(f"a filled functools cache of {value.__wrapped__.__qualname__}")
+    filled = value.cache_info().currsize > 0
+    name = value.__wrapped__.__qualname__
+    walk.note_cacheable(value, f"{name} has cached results from before it was seen" if filled else None)
+
+
+_NAMED_TUPLE_FIELD: Any = type(collections.namedtuple("_Probe", "field").field)  # type: ignore  # noqa: PYI024
+
+
+def _write_named_tuple_field(walk: Walk, value: Any) -> None:
+    walk.write(repr(value.__reduce__()[1][0]))  # its index; the rest is a docstring
 
 
 _NUMBERED: dict[type, Callable[[Walk, Any], None]] = {
@@ -278,6 +289,7 @@ _NUMBERED: dict[type, Callable[[Walk, Any], None]] = {
     types.MemberDescriptorType: _write_descriptor,
     np.ndarray: _write_array,
     types.ModuleType: functions.write_module,
+    _NAMED_TUPLE_FIELD: _write_named_tuple_field,
     functools._lru_cache_wrapper: _write_lru_cache,
     object: lambda walk, value: None,
 }
@@ -310,8 +322,20 @@ def _write_object(walk: Walk, value: object) -> None:
         writer = jax_values.find_writer(walk, value)
     if writer is None:
         writer = classes.write_instance
+    if callable(value) and kind is not functools._lru_cache_wrapper:
+        _note_traced(walk, value)
     chosen = writer
     walk.number(value, kind.__qualname__, place_of(value), lambda: chosen(walk, value))
+
+
+def _note_traced(walk: Walk, value: object) -> None:
+    if type(value).__weakrefoffset__ == 0:
+        return  # JAX remembers functions by weak references only
+    if hooks.was_traced(value):
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        walk.note_cacheable(value, f"{name} was traced before it was seen")
+    else:
+        walk.note_cacheable(value, None)
 
 
 def place_of(value: object) -> str | None:

@@ -112,7 +112,9 @@ class Walk:
         self._reasons: dict[str, None] = {}
         self._place = "the function"
         self.mentions = Mentions(self._add_tasks)
-        self.notes: dict[object, object] = {}  # what writers remember for the length of one walk
+        # Functions whose earlier state a cache may hold, and functions that could get there.
+        self.cached: list[tuple[object, str]] = []
+        self.uncached: list[object] = []
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -182,6 +184,13 @@ class Walk:
         if len(self._reasons) < _MOST_REASONS:
             self._reasons.setdefault(f"{reason} [{self._place}]")
 
+    def note_cacheable(self, function: object, what: str | None) -> None:
+        """Notes a function that caches can know; `what` says by which this one is known, if any."""
+        if what is None:
+            self.uncached.append(function)
+        else:
+            self.cached.append((function, f"{what} [{self._place}]"))
+
     # -- running ----------------------------------------------------------------------------------
 
     def _add_tasks(self, tasks: list[Task]) -> None:
@@ -206,6 +215,15 @@ class Walk:
                 task()
             except Exception as error:  # see `visit`
                 self.undecidable(f"{type(error).__name__}: {error}"[:200])
+
+    def let_go(self) -> None:
+        """Drops the objects that were kept, so that they die with their last user."""
+        self._kept.clear()
+        self._numbers.clear()
+        self._tasks.clear()
+        self.cached.clear()
+        self.uncached.clear()
+        self.mentions = Mentions(lambda tasks: None)
 
     def digest(self) -> str:
         """The digest of all that was written."""

@@ -45,9 +45,7 @@ def _(devices):
 
 @section.case("jax_numpy_dtype_promotion strict")
 def _(devices):
-    return call(
-        lambda x: x + x, array(8), context=lambda: jax.numpy_dtype_promotion("strict")
-    )
+    return call(lambda x: x + x, array(8), context=lambda: jax.numpy_dtype_promotion("strict"))
 
 
 @section.case("jax_threefry_partitionable off")
@@ -57,9 +55,7 @@ def _(devices):
 
     import numpy as np
 
-    return call(
-        f, np.array([0, 1], np.uint32), context=lambda: jax.threefry_partitionable(False)
-    )
+    return call(f, np.array([0, 1], np.uint32), context=lambda: jax.threefry_partitionable(False))
 
 
 @section.case("jax.stages.Compiled, given as it is", remap=False)
