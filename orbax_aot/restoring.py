@@ -23,7 +23,7 @@ from orbax_aot import state as state_lib
 from orbax_aot import store as store_lib
 from orbax_aot import trust as trust_lib
 from orbax_aot._jax.config import device_settings
-from orbax_aot.errors import IncompatibleExecutableError
+from orbax_aot.errors import CorruptArtifactError, IncompatibleExecutableError
 from orbax_aot.overrides import is_off
 from orbax_aot.report import Reason, ReasonCode, Verdict
 
@@ -123,20 +123,25 @@ class Restoring:
     def _read_manifest(self) -> Reason | None:
         """Reads the manifest; returns why that failed, None where it did not or where there is none."""
         try:
-            if not self._store.exists():
+            found = deadline.within(self._timeout_secs, self._open_manifest, "manifest")
+            if found is None:
                 self._note = f"{self._directory}: no executables (no {store_lib.FOLDER} folder)"
                 return None
-            self._manifest, self._standing = deadline.within(
-                self._timeout_secs, self._open_manifest, "manifest"
-            )
+            self._manifest, self._standing = found
             return None
         except Exception as e:
             self._note = f"{self._store.manifest_path}: {e}"
             logging.warning("%s", self._note)
             return restored_lib.reason_of(e)
 
-    def _open_manifest(self) -> tuple[m.Manifest, trust_lib.Standing]:
-        manifest, content = self._store.open_manifest()
+    def _open_manifest(self) -> tuple[m.Manifest, trust_lib.Standing] | None:
+        """Returns the manifest and what stands against it; None where nothing was saved."""
+        try:
+            manifest, content = self._store.open_manifest()
+        except FileNotFoundError as e:
+            if not self._store.folder.exists():
+                return None
+            raise CorruptArtifactError(f"{e}: missing. Save this step again.") from e
         return manifest, self._trust.judge(self._store, manifest, content)
 
     def _decide(self, problem: Reason | None) -> dict[str, plan_lib.FunctionPlan]:

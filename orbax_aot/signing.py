@@ -109,12 +109,15 @@ def sign_item(
     with _snapshot(place, manifest, {store.MANIFEST: content.data, store.ITEM: about}) as folder:
         config = signing.Config().set_hashing_config(_hashing())
         if signing_certificate is None:
-            config.use_elliptic_key_signer(private_key=os.fspath(private_key), password=password)
+            # The library hands the password on as it is, to a function that takes bytes.
+            secret: Any = None if password is None else password.encode()
+            config.use_elliptic_key_signer(private_key=os.fspath(private_key), password=secret)
         else:
             config.use_certificate_signer(
                 private_key=os.fspath(private_key),
                 signing_certificate=os.fspath(signing_certificate),
-                certificate_chain=[os.fspath(c) for c in certificates],
+                # It takes no empty chain.
+                certificate_chain=[os.fspath(c) for c in certificates or (signing_certificate,)],
             )
         output = os.path.join(os.path.dirname(folder), store.SIGNATURE)
         config.sign(folder, output)
