@@ -141,7 +141,8 @@ class Restoring:
         except FileNotFoundError as e:
             if not self._store.folder.exists():
                 return None
-            raise CorruptArtifactError(f"{e}: missing. Save this step again.") from e
+            path = self._store.manifest_path
+            raise CorruptArtifactError(f"{path}: missing. Save this step again.") from e
         return manifest, self._trust.judge(self._store, manifest, content)
 
     def _decide(self, problem: Reason | None) -> dict[str, plan_lib.FunctionPlan]:

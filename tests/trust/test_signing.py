@@ -112,7 +112,7 @@ def _flip(path: Path) -> None:
 
 
 def _append(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b" ")
+    path.write_bytes(path.read_bytes() + b"x")
 
 
 def test_payload_and_manifest_that_fit_each_other_do_not_pass(copy: Path, signed: Signed) -> None:
