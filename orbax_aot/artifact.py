@@ -6,6 +6,7 @@ import dataclasses
 
 import msgspec
 
+from orbax_aot import deadline
 from orbax_aot import manifest as m
 from orbax_aot import store as store_lib
 from orbax_aot import trust
@@ -134,6 +135,7 @@ class SavedSignature:
     function: m.Function
     signature: m.Signature
     standing: trust.Standing = trust.Standing()
+    timeout_secs: float = 600.0
 
     @property
     def is_confined(self) -> bool:
@@ -145,6 +147,11 @@ class SavedSignature:
         """The StableHLO, where it may be used."""
         return None if self.standing.portable else self.signature.portable
 
+    def _read(self, name: str, file: m.File, admit: store_lib.Admit | None = None) -> bytes:
+        """Reads a stored file; a file system that hangs holds nobody back for longer than `timeout_secs`."""
+        read = lambda: self.store.read(name, file, admit)
+        return deadline.within(self.timeout_secs, read, f"reading {name}")
+
     def _name(self, file: str) -> str:
         return f"{self.function.folder}/{self.signature.folder}/{file}"
 
@@ -154,14 +161,16 @@ class SavedSignature:
         Raises:
           CorruptArtifactError: a file is missing or has another size.
           UntrustedArtifactError: the manifest, or a file, is not trusted.
+          TimeoutError: reading takes too long.
+          OSError: a file cannot be read.
         """
         if self.standing.native:
             raise UntrustedArtifactError(self.standing.native)
         variant = self.signature.variants[index]
         admit = self.standing.admit
-        files = {variant.file: self.store.read(self._name(variant.file), variant, admit)}
+        files = {variant.file: self._read(self._name(variant.file), variant, admit)}
         for constant in variant.constants:
-            files[constant.file] = self.store.read(constant.file, constant, admit)
+            files[constant.file] = self._read(constant.file, constant, admit)
         only = msgspec.structs.replace(self.signature, variants=(variant,), portable=None)
         return Artifact(only, self.body, files)
 
@@ -170,7 +179,7 @@ class SavedSignature:
         portable = self.portable
         assert portable is not None
         name = self._name(portable.file)
-        return store_lib.unpack(self.store.read(name, portable), portable, name)
+        return store_lib.unpack(self._read(name, portable), portable, name)
 
     def complete(self, artifact: Artifact, skip: int | None) -> Artifact:
         """Adds what this signature has besides the variant `skip`, as far as it can still be read and is trusted.
@@ -188,7 +197,7 @@ class SavedSignature:
         portable = self.portable
         if portable is not None:
             try:
-                stored = self.store.read(self._name(portable.file), portable)
+                stored = self._read(self._name(portable.file), portable)
             except (CorruptArtifactError, OSError):
                 return artifact
             portable = msgspec.structs.replace(portable, file=_PORTABLE)

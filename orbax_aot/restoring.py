@@ -199,7 +199,7 @@ class Restoring:
             devices = tuple(self._devices[j] for j in decision.assignment or ())
             probe = self._probe_of(name, i, decision)
             saved = artifact_lib.SavedSignature(
-                self._store, body, function, signature, self._standing
+                self._store, body, function, signature, self._standing, self._timeout_secs
             )
             place = self._rebuild_place(signature)
             restored.signatures.append(
