@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -87,4 +86,3 @@ def test_the_child_ends_with_the_restore(item: Path, monkeypatch: pytest.MonkeyP
     assert started[0]._process.wait(timeout=30) is not None
 
 
-assert sys.executable
