@@ -258,6 +258,11 @@ class Manifest(msgspec.Struct, frozen=True):
         return self.version[0] == FORMAT_VERSION[0]
 
 
+# Made here, since this evaluates annotations: in a restore no code is compiled.
+_DOCUMENT = msgspec.json.Decoder(_Document)
+_BODY = msgspec.json.Decoder(Body)
+
+
 class Tables:
     """The meshes, shardings and layouts of a manifest while it is written, each stored once."""
 
@@ -365,7 +370,7 @@ def decode(data: bytes, path: str = "manifest.json") -> Manifest:
         return Manifest(version=document.version, body=Body(), path=path)
     try:
         strict_json.require(data)
-        body = msgspec.json.decode(document.body, type=Body)
+        body = _BODY.decode(document.body)
     except (msgspec.DecodeError, RecursionError, strict_json.StrictJsonError) as e:
         why = str(e)
         if isinstance(e, msgspec.DecodeError):  # its paths begin in the body
@@ -378,7 +383,7 @@ def decode(data: bytes, path: str = "manifest.json") -> Manifest:
 def _decode_document(data: bytes, path: str) -> _Document:
     """Reads the outermost level and compares the digest; looks no further into the body."""
     try:
-        document = msgspec.json.decode(data, type=_Document)
+        document = _DOCUMENT.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise CorruptArtifactError(f"{path}: not a manifest: {e}. Save this step again.") from e
     if document.format != FORMAT:
