@@ -283,7 +283,8 @@ class Executable:
             code=None if lowering is None else lowering.code,
             program=None if lowering is None else _program_digest(lowering.lowered),
         )
-        artifact = artifact_lib.pack(dataclasses.replace(serialized, signature=signature))
+        shared = () if lowering is None else values.large_constants(lowering.traced)
+        artifact = artifact_lib.pack(dataclasses.replace(serialized, signature=signature), shared)
         if lowering is None and self._complete is None:
             _bare_artifacts[self.compiled] = artifact
         return artifact
@@ -323,7 +324,9 @@ class Executable:
         if data is None:
             return artifact.with_portable(None, absent)
         platforms = portable_lib.PortableProgram.parse(data).platforms
-        return artifact.with_portable(data, platforms=platforms)
+        lowering = self._lowering
+        shared = () if lowering is None else values.large_constants(lowering.traced)
+        return artifact.with_portable(data, platforms=platforms, shared=shared)
 
 
 def _program_digest(lowered: jax.stages.Lowered) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,16 +21,9 @@ from orbax_aot import saving as saving_lib
 from orbax_aot import store as store_lib
 from orbax_aot import topology
 from orbax_aot import trust as trust_lib
-from orbax_aot.version import __version__
 
 _VERIFY = ("code", "program", "signature")
 _ON_MISMATCH = ("recompile", "raise")
-_SAVABLE = (
-    functions_lib.AotFunction,
-    functions_lib.Executable,
-    restored_lib.SavedFunction,
-    jax.stages.Compiled,
-)
 
 
 class Restored(NamedTuple):
@@ -72,6 +66,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         self._probe = probe
         self._json_handler = ocp.JsonCheckpointHandler()
         self._saves_state = True
+        self._restored: weakref.WeakSet[restored_lib.RestoredFunction] = weakref.WeakSet()
         # Orbax asks the instance. The class's own typestr stays unique, since classes are registered by it.
         self.typestr = self._typestr  # type: ignore[method-assign]
 
@@ -83,7 +78,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
 
     async def async_save(self, directory: epath.Path, args: AotSave) -> list[Any] | None:
         """Starts a save. On the training thread only the state's own part and a snapshot of references run."""
-        snapshot = saving_lib.take_snapshot(args)
+        snapshot = saving_lib.take_snapshot(args, tuple(self._restored))
         handler, handler_args = self._wrapped_save(args)
         if isinstance(handler, ocp.AsyncCheckpointHandler):
             futures = list(await handler.async_save(directory, args=handler_args) or [])
@@ -100,18 +95,17 @@ class AotHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: epath.Path, args: AotSave) -> None:
         """Saves and waits."""
-        snapshot = saving_lib.take_snapshot(args)
+        snapshot = saving_lib.take_snapshot(args, tuple(self._restored))
         handler, handler_args = self._wrapped_save(args)
         handler.save(directory, args=handler_args)
         if snapshot is not None:
-            saving_lib.Saving(snapshot, self._timeout_secs).run(store_lib.Store(directory))
+            self._write(directory, snapshot)
 
     def _wrapped_save(self, args: AotSave) -> tuple[Any, Any]:
         self._saves_state = args.item is not None or (self._saves_state and args.fns is None)
         if args.item is None:
             self._saves_state = False
-            about = {"orbax_aot": __version__, "functions": sorted(args.fns or {})}
-            return self._json_handler, ocp.args.JsonSave(about)
+            return self._json_handler, ocp.args.JsonSave(saving_lib.about_functions(args))
         self._saves_state = True
         if isinstance(args.item, ocp.args.CheckpointArgs):
             return self._state_handler, args.item
@@ -122,7 +116,11 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         )
 
     async def _commit(self, directory: epath.Path, snapshot: saving_lib.Snapshot) -> None:
-        """Serializes and writes; runs on a thread of Orbax's. Never raises."""
+        """Serializes and writes; runs on a thread of Orbax's."""
+        self._write(directory, snapshot)
+
+    def _write(self, directory: epath.Path, snapshot: saving_lib.Snapshot) -> None:
+        """Serializes and writes. Never raises."""
         try:
             saving = saving_lib.Saving(snapshot, self._timeout_secs)
             saving.run(store_lib.Store(directory))
@@ -131,7 +129,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
 
     def finalize(self, directory: epath.Path) -> None:
         """Passes on to the wrapped handler, where there is a state; then signs, which takes the state's own index."""
-        if self._has_state(directory):
+        if restoring_lib.has_state(directory):
             self._state_handler.finalize(directory)
         saving_lib.sign(store_lib.Store(directory), self._trust, self._timeout_secs)
 
@@ -141,16 +139,9 @@ class AotHandler(ocp.AsyncCheckpointHandler):
 
     def metadata(self, directory: epath.Path) -> Any:
         """Returns the wrapped handler's metadata of the state; for an item without state, what is in it."""
-        if self._has_state(directory):
+        if restoring_lib.has_state(directory):
             return self._state_handler.metadata(directory)
         return self._json_handler.restore(directory)
-
-    def _has_state(self, directory: epath.Path) -> bool:
-        directory = epath.Path(directory)
-        try:
-            return not (directory / "metadata").exists() or (directory / "_METADATA").exists()
-        except OSError:
-            return True
 
     # -- restore -------------------------------------------------------------------------------------------------
 
@@ -168,19 +159,23 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         """
         args = args or AotRestore()
         directory = epath.Path(directory)
-        restoring = restoring_lib.Restoring(
+        restoring = restoring_lib.begin(
             directory, args, self._timeout_secs, trust=self._trust, probe=self._probe
         )
-        restoring.start()
         if args.on_mismatch == "raise":
             restoring.require_fit()
         state = self._restore_state(directory, args, restoring)
-        return Restored(state, restoring.finish())
+        fns = restoring.finish()
+        self._restored.update(restoring.functions)
+        return Restored(state, fns)
 
     def _restore_state(
-        self, directory: epath.Path, args: AotRestore, restoring: restoring_lib.Restoring
+        self,
+        directory: epath.Path,
+        args: AotRestore,
+        restoring: restoring_lib.Restoring | restoring_lib.NothingRestored,
     ) -> Any:
-        if not self._has_state(directory):
+        if not restoring_lib.has_state(directory):
             return None
         restore_args: Any = ocp.args.get_registered_args_cls(self._state_handler)[1]
         if isinstance(args.item, ocp.args.CheckpointArgs):
@@ -188,23 +183,16 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         elif args.item is not None:
             wrapped_args = restore_args(args.item)
         else:
-            target = restoring.make_target(self._state_handler)
+            target = None
+            if isinstance(self._state_handler, ocp.StandardCheckpointHandler):
+                target = restoring.make_target(lambda: self._state_handler.metadata(directory))
             wrapped_args = restore_args() if target is None else restore_args(target)
-        state = self._state_handler.restore(directory, args=wrapped_args)
+        handler: Any = self._state_handler
+        state = handler.restore(directory, args=wrapped_args)
         return restoring.give_weak_types(state)
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
-
-
-def _require_names(names: Sequence[Any], where: str) -> None:
-    for name in names:
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"{where}: function names are non-empty strings, got {name!r}.")
-        try:
-            name.encode()
-        except UnicodeEncodeError as e:
-            raise ValueError(f"{where}: the function name {name!r} is no valid Unicode.") from e
 
 
 @ocp.args.register_with_handler(AotHandler, for_save=True)
@@ -232,29 +220,8 @@ class AotSave(ocp.args.CheckpointArgs):
     portable: bool | Sequence[str] = dataclasses.field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.portable, bool):
-            if isinstance(self.portable, str) or not all(isinstance(p, str) for p in self.portable):
-                raise TypeError(
-                    "AotSave(portable=...) is True, False or a sequence of platforms such as ('cpu', 'tpu'); "
-                    f"got {self.portable!r}."
-                )
-            self.portable = tuple(self.portable)
-        if self.fns is None:
-            return
-        if not isinstance(self.fns, Mapping):
-            raise TypeError(
-                "AotSave(fns=...) takes a mapping from names to AotFunction (oaot.jit), Executable or "
-                f"jax.stages.Compiled; got {type(self.fns).__name__}."
-            )
-        _require_names(list(self.fns), "AotSave(fns=...)")
-        for name, fn in self.fns.items():
-            if not isinstance(fn, _SAVABLE):
-                raise TypeError(
-                    f"AotSave(fns={{{name!r}: ...}}) takes an AotFunction (oaot.jit), an Executable or a "
-                    f"jax.stages.Compiled; got {type(fn).__name__}. Wrap a function by oaot.jit, once, and call "
-                    "what that returns."
-                )
-        self.fns = dict(self.fns)
+        self.portable = saving_lib.require_portable(self.portable)
+        self.fns = saving_lib.require_savable(self.fns)
 
 
 @ocp.args.register_with_handler(AotHandler, for_restore=True)
@@ -303,7 +270,7 @@ class AotRestore(ocp.args.CheckpointArgs):
         if self.fns is None:
             return
         if isinstance(self.fns, Mapping):
-            _require_names(list(self.fns), "AotRestore(fns=...)")
+            saving_lib.require_names(list(self.fns), "AotRestore(fns=...)")
             for name, fn in self.fns.items():
                 if fn is not None and not callable(fn):
                     raise TypeError(
@@ -317,7 +284,7 @@ class AotRestore(ocp.args.CheckpointArgs):
                     )
             self.fns = dict(self.fns)
         elif isinstance(self.fns, Sequence) and not isinstance(self.fns, str | bytes):
-            _require_names(self.fns, "AotRestore(fns=...)")
+            saving_lib.require_names(self.fns, "AotRestore(fns=...)")
             self.fns = tuple(self.fns)
         else:
             raise TypeError(

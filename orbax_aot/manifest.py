@@ -126,6 +126,21 @@ class File(_Struct, frozen=True, kw_only=True):
     codec: str
 
 
+class Cut(File, frozen=True, kw_only=True):
+    """Bytes that were cut out of a file, at offset `at` of its raw bytes, since other files hold them too."""
+
+    at: int
+
+
+class CutFile(File, frozen=True, kw_only=True):
+    """A file whose raw bytes are its own with those of `cuts` put back in.
+
+    `raw_sha256` and `raw_nbytes` are of the whole; `sha256` and `nbytes` of the stored rest.
+    """
+
+    cuts: tuple[Cut, ...] = ()
+
+
 class Constant(File, frozen=True, kw_only=True):
     """A constant that the program takes as a hidden leading argument."""
 
@@ -144,7 +159,7 @@ class Layouts(_Struct, frozen=True, kw_only=True):
     outputs: tuple[int | None, ...] = ()
 
 
-class Variant(File, frozen=True, kw_only=True):
+class Variant(CutFile, frozen=True, kw_only=True):
     """One executable of a signature: for one topology and environment."""
 
     topology: Topology
@@ -169,6 +184,11 @@ class Variant(File, frozen=True, kw_only=True):
     cost: dict[str, float]
     memory: dict[str, int]
 
+    @property
+    def shared(self) -> tuple[File, ...]:
+        """The files beside all functions that it needs."""
+        return (*self.constants, *self.cuts)
+
 
 class Code(_Struct, frozen=True, kw_only=True):
     """Fingerprints of the Python code: of the function alone, and of a call with its arguments' static parts."""
@@ -178,7 +198,7 @@ class Code(_Struct, frozen=True, kw_only=True):
     undecidable: tuple[str, ...]
 
 
-class Portable(File, frozen=True, kw_only=True):
+class Portable(CutFile, frozen=True, kw_only=True):
     """The StableHLO of a signature, as `jax.export` serializes it, with flat arguments and results."""
 
     platforms: tuple[str, ...]
@@ -292,17 +312,23 @@ class Tables:
             layouts=tuple(self.layouts),
         )
 
+    def adopt_sharding(self, index: int | None, body: Body) -> int | None:
+        """Returns the index in these tables of a sharding of another manifest `body`."""
+        if index is None:
+            return None
+        value = body.shardings[index]
+        if value.mesh is not None:
+            value = msgspec.structs.replace(value, mesh=self.add_mesh(body.meshes[value.mesh]))
+        return self.add_sharding(value)
+
+    def adopt_function(self, function: Function, body: Body) -> Function:
+        """Returns `function` of another manifest `body` with its table indices moved into these tables."""
+        signatures = tuple(self.adopt_signature(s, body) for s in function.signatures)
+        return msgspec.structs.replace(function, signatures=signatures)
+
     def adopt_signature(self, signature: Signature, body: Body) -> Signature:
         """Returns `signature` of another manifest `body` with its table indices moved into these tables."""
-
-        def sharding(index: int | None) -> int | None:
-            if index is None:
-                return None
-            value = body.shardings[index]
-            if value.mesh is not None:
-                mesh = self.add_mesh(body.meshes[value.mesh])
-                value = msgspec.structs.replace(value, mesh=mesh)
-            return self.add_sharding(value)
+        sharding = lambda index: self.adopt_sharding(index, body)
 
         def layout(index: int | None) -> int | None:
             return None if index is None else self.add_layout(body.layouts[index])
@@ -335,6 +361,39 @@ class Tables:
             outputs=tuple(map(leaf, signature.outputs)),
             variants=tuple(map(variant, signature.variants)),
         )
+
+
+def files_of(body: Body) -> dict[str, File]:
+    """Returns the files that a manifest names, each once, by their path below the folder it lies in."""
+    files: dict[str, File] = {}
+    for function in body.functions.values():
+        for signature in function.signatures:
+            folder = f"{function.folder}/{signature.folder}"
+            for variant in signature.variants:
+                files[f"{folder}/{variant.file}"] = variant
+                files.update({file.file: file for file in variant.shared})
+            if signature.portable is not None:
+                files[f"{folder}/{signature.portable.file}"] = signature.portable
+                files.update({file.file: file for file in signature.portable.cuts})
+    return files
+
+
+def rebuilt(body: Body, functions: Mapping[str, Function], tables: Tables) -> Body:
+    """Returns `body` with other functions, over tables that hold what they and the state need and nothing else.
+
+    The functions' indices are those of `tables` already; the state's are moved there.
+    """
+    state = {
+        path: msgspec.structs.replace(leaf, sharding=tables.adopt_sharding(leaf.sharding, body))
+        for path, leaf in body.state.items()
+    }
+    return msgspec.structs.replace(
+        tables.body(),
+        created_by=body.created_by,
+        kind=body.kind,
+        state=state,
+        functions=dict(functions),
+    )
 
 
 def encode(body: Body) -> bytes:
@@ -467,9 +526,12 @@ def _check_variant(
             raise CorruptArtifactError(
                 f"{path}: {where}.{name}: {found} entries, expected {expected}."
             )
-    _check_topology(variant.topology, f"{where}.topology", path)
-    for file in (variant, *variant.constants):
+    files: list[File] = [variant, *variant.shared]
+    if signature.portable is not None:
+        files += [signature.portable, *signature.portable.cuts]
+    for file in files:
         _check_sizes(file, where, path)
+    _check_topology(variant.topology, f"{where}.topology", path)
 
 
 def _check_topology(topology: Topology, where: str, path: str) -> None:

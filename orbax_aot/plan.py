@@ -191,10 +191,27 @@ def _without_executable(
 ) -> Decision:
     if want.live:
         return Decision(Verdict.RECOMPILED, reasons)
-    portable = None if request.portable_untrusted else signature.portable
-    if portable is not None and machine.topology.platform in portable.platforms:
-        return Decision(Verdict.REBUILT, reasons)
-    return Decision(Verdict.REFUSED, reasons)
+    if request.portable_untrusted:
+        return Decision(Verdict.REFUSED, reasons)
+    if (obstacle := _find_no_portable(signature, machine)) is not None:
+        return Decision(Verdict.REFUSED, (*reasons, obstacle))
+    return Decision(Verdict.REBUILT, reasons)
+
+
+def _find_no_portable(signature: m.Signature, machine: Machine) -> Reason | None:
+    """Returns why there is no StableHLO to build from here; None where there is."""
+    portable, platform = signature.portable, machine.topology.platform
+    if portable is not None:
+        # Devices say "gpu" where exports say which kind.
+        accepted = ("cuda", "rocm") if platform == "gpu" else (platform,)
+        if not set(accepted).isdisjoint(portable.platforms):
+            return None
+        return Reason(
+            ReasonCode.PLATFORM, f"StableHLO for {', '.join(portable.platforms)}", platform
+        )
+    if signature.portable_absent is not None:
+        return _reason_of(signature.portable_absent)
+    return Reason(ReasonCode.NEEDS_SOURCE, "no StableHLO was stored (portable=False)")
 
 
 def _judge_code(
@@ -284,7 +301,7 @@ def find_environment_changes(saved: m.Environment, here: m.Environment) -> list[
     if (saved.jax, saved.jaxlib) != (here.jax, here.jaxlib):
         reasons.append(Reason(ReasonCode.JAX_VERSION, versions(saved), versions(here)))
     if saved.cpu_features != here.cpu_features:
-        gone, come = _set_difference(saved.cpu_features, here.cpu_features)
+        gone, come = set_difference(saved.cpu_features, here.cpu_features)
         reasons.append(Reason(ReasonCode.CPU_FEATURES, gone, come))
     config, config_here = saved.config, here.config
     if saved.jax != here.jax:  # each JAX has settings of its own
@@ -296,17 +313,17 @@ def find_environment_changes(saved: m.Environment, here: m.Environment) -> list[
         (ReasonCode.JAX_CONFIG, config, config_here),
     ):
         if there != now:
-            reasons.append(Reason(code, *_dict_difference(there, now)))
+            reasons.append(Reason(code, *dict_difference(there, now)))
     return reasons
 
 
-def _set_difference(saved: str, here: str) -> tuple[str, str]:
+def set_difference(saved: str, here: str) -> tuple[str, str]:
     a, b = set(saved.split(",")), set(here.split(","))
     only = lambda s: ",".join(sorted(s)[:8]) + (f" and {len(s) - 8} more" if len(s) > 8 else "")
     return f"only there: {only(a - b) or '-'}", f"only here: {only(b - a) or '-'}"
 
 
-def _dict_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, str]:
+def dict_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, str]:
     names = sorted(n for n in {*saved, *here} if saved.get(n) != here.get(n))
     show = lambda d: ", ".join(f"{n}={d.get(n, 'unset')}" for n in names)
     return show(saved), show(here)

@@ -308,6 +308,10 @@ class PortableProgram:
             detail = f"Compiling the stored StableHLO failed ({_shortened(str(e))})."
             raise PortableError(Obstacle("NEEDS_SOURCE", detail)) from e
 
+    def as_text(self) -> str:
+        """Returns the StableHLO as text."""
+        return self._exported.mlir_module()
+
     # --- obstacles ---
 
     def _find_platform_obstacle(self, platform: str) -> Obstacle | None:

@@ -85,6 +85,7 @@ class RestoredSignature:
         self._decoder = values.Decoder(saved.body, devices) if devices else None
         self._rebuilt: jax.stages.Compiled | None = None
         self._programs: dict[tuple[Any, ...], LoadedProgram] = {}
+        self._others: artifact_lib.Others | None = None
         self._loading: concurrent.futures.Future[None] | None = None
         self._crash_key = ""
 
@@ -204,8 +205,12 @@ class RestoredSignature:
 
     def wait(self) -> None:
         """Waits for the background load, if there is one."""
-        if self._loading is not None:
-            self._loading.result()
+        loading = self._loading
+        if loading is not None and (error := loading.exception()) is not None:
+            with self._lock:
+                if self._loading is loading:  # the first to see it
+                    self._loading = None
+                    self.give_up(Reason(ReasonCode.LOAD_FAILED, _one_line(error)))
 
     def give_up(self, *reasons: Reason) -> None:
         """Notes that the saved executable will not be used."""
@@ -244,6 +249,8 @@ class RestoredSignature:
                 program = self._load_program(serialized, devices, lowered)
             except Exception as e:
                 self.give_up(Reason(ReasonCode.LOAD_FAILED, _one_line(e)))
+                if self.verdict is Verdict.REFUSED:
+                    self.owner.announce(Verdict.REFUSED, self.reasons, self.secs)
                 return None
             self._programs[devices] = program
             return program
@@ -255,33 +262,47 @@ class RestoredSignature:
         signature = self.signature
         if not _same_static(signature.static, call.static):
             return Match(f"static arguments {signature.static}, now {call.static}")
+        saved_paths = [leaf.path for leaf in signature.inputs]
+        problems = []
         try:
-            order = trees.find_order([leaf.path for leaf in signature.inputs], call.paths)
-        except SignatureError as e:
-            return Match(str(e))
+            order = trees.find_order(saved_paths, call.paths)
+            where: Sequence[int | None] = order or range(len(saved_paths))
+        except SignatureError as e:  # the leaves that are on both sides are compared all the same
+            problems.append(str(e))
+            places = {path: i for i, path in enumerate(call.paths)}
+            where = [places.get(path) for path in saved_paths]
         weakly = False
-        differences = []
-        for i, leaf in enumerate(signature.inputs):
-            aval = call.avals[i if order is None else order[i]]
+        expected = (
+            self._expected_shardings() if self.is_usable and not self.decision.movable else []
+        )
+        differences = self._find_scattered(call)
+        for leaf, i, sharding in itertools.zip_longest(signature.inputs, where, expected):
+            if i is None:
+                continue
+            difference = None
             if leaf.kind != "token":
-                aval = getattr(aval, "inner_aval", aval)
-                differences += self._type_differences(leaf, aval)
+                aval = getattr(call.avals[i], "inner_aval", call.avals[i])
+                difference = self._find_other_type(leaf, aval)
                 weakly |= leaf.weak_type != bool(aval.weak_type)
-        if self.is_usable:
-            differences += self._find_misplaced(call, order)
+            if difference is None and hasattr(sharding, "is_equivalent_to"):
+                difference = self._find_other_place(leaf, call.placements[i], sharding)
+            if difference is not None:
+                differences.append(f"{leaf.path}: {difference}")
         if differences:
-            more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-            return Match("; ".join(differences[:_SHOWN]) + more)
-        return Match(weakly=weakly)
+            problems.append(_first_of(differences))
+        return Match("; ".join(problems), weakly)
 
-    def _type_differences(self, leaf: m.Leaf, aval: Any) -> list[str]:
+    def _find_other_type(self, leaf: m.Leaf, aval: Any) -> str | None:
+        """Returns how an argument's type differs from the saved one; None where it does not."""
         found = (tuple(aval.shape), values.describe_dtype(aval.dtype))
         if found != (leaf.shape, leaf.dtype):
             saved, now = list(leaf.shape), list(found[0])
-            return [f"{leaf.path}: saved as {leaf.dtype}{saved}, now {found[1]}{now}"]
-        if (types := self._explicit_types(leaf, aval)) is not None:
-            return [f"{leaf.path}: saved as {types[0]}, now {types[1]}"]
-        return []
+            return f"saved as {leaf.dtype}{saved}, now {found[1]}{now}"
+        # A live function would be traced anew for another explicit sharding. What was saved takes any array that lies
+        # where it should.
+        if self.owner.live and (types := self._explicit_types(leaf, aval)) is not None:
+            return f"saved as {types[0]}, now {types[1]}"
+        return None
 
     def _explicit_types(self, leaf: m.Leaf, aval: Any) -> tuple[str, str] | None:
         """Returns the shardings in two types that differ in explicit mesh axes; None where they agree."""
@@ -301,26 +322,22 @@ class RestoredSignature:
             now = f"{sharding.spec} over {axes}"
         return None if saved == now else (saved or "no explicit sharding", now or "none")
 
-    def _find_misplaced(self, call: functions_lib.Call, order: Sequence[int] | None) -> list[str]:
-        """Returns which arguments lie elsewhere than the executable expects them."""
-        if self.decision.movable:
-            asked = {d for p in call.placements if p is not None for d in p.device_set}
-            return [] if len(asked) < 2 else [f"runs on one device, got arrays on {len(asked)}"]
-        misplaced = []
-        for i, expected in enumerate(self._expected_shardings()):
-            if not hasattr(expected, "is_equivalent_to"):
-                continue
-            leaf = self.signature.inputs[i]
-            placement = call.placements[i if order is None else order[i]]
-            if placement is not None:
-                if not _equivalent(placement, expected, len(leaf.shape)):
-                    misplaced.append(
-                        f"{leaf.path}: expected on {_show(expected)}, got on {_show(placement)}"
-                    )
-            elif self.owner.live and leaf.sharding is not None and not expected.is_fully_replicated:
-                # jit would compile another program, in which XLA chooses where this argument lies.
-                misplaced.append(f"{leaf.path}: expected on {_show(expected)}, got on no device")
-        return misplaced
+    def _find_other_place(self, leaf: m.Leaf, placement: Any, expected: Any) -> str | None:
+        """Returns where an argument lies instead of where it is expected; None where it lies well."""
+        if placement is not None:
+            if not _equivalent(placement, expected, len(leaf.shape)):
+                return f"expected on {_show(expected)}, got on {_show(placement)}"
+        elif self.owner.live and leaf.sharding is not None and not expected.is_fully_replicated:
+            # jit would compile another program, in which XLA chooses where this argument lies.
+            return f"expected on {_show(expected)}, got on no device"
+        return None
+
+    def _find_scattered(self, call: functions_lib.Call) -> list[str]:
+        """Returns a difference where arguments for a program of one device lie on several."""
+        if not (self.is_usable and self.decision.movable):
+            return []
+        asked = {d for p in call.placements if p is not None for d in p.device_set}
+        return [] if len(asked) < 2 else [f"runs on one device, got arrays on {len(asked)}"]
 
     def _expected_shardings(self) -> list[Any]:
         """Returns where each input is expected, flat; None where it is unused or open."""
@@ -417,7 +434,13 @@ class RestoredSignature:
         """Returns what is to be saved: the variant at hand, told as it was saved, with its companions."""
         if self._rebuilt is not None:  # a new variant of the signature as it was saved
             artifact = artifact.as_variant_of(self.signature, self.body)
-        return self.saved.complete(artifact, skip=self.decision.variant)
+        return self.read_others().join(artifact)
+
+    def read_others(self) -> artifact_lib.Others:
+        """Reads what was saved beside what is in use, once; to be called while the step it came from is there."""
+        if self._others is None:
+            self._others = self.saved.read_others(skip=self.decision.variant)
+        return self._others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -464,6 +487,17 @@ def reason_of(error: Exception) -> Reason:
         if isinstance(error, kind):
             return Reason(code, _one_line(error))
     return Reason(ReasonCode.LOAD_FAILED, _one_line(error))
+
+
+def _listed(reasons: Sequence[Reason]) -> str:
+    """Returns reasons as a part of a sentence; the details of some are sentences themselves."""
+    return "; ".join(str(reason).rstrip(".") for reason in reasons)
+
+
+def _first_of(items: Sequence[str], separator: str = "; ") -> str:
+    """Returns the first few of `items` and how many more there are."""
+    more = f"{separator}and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return separator.join(items[:_SHOWN]) + more
 
 
 def _one_line(error: BaseException) -> str:
@@ -562,6 +596,13 @@ class RestoredFunction:
         """Returns what has been loaded and not been refuted."""
         found = (s.as_executable() for s in self.signatures)
         return tuple(e for e in found if e is not None)
+
+    def read_others(self) -> None:
+        """Reads what later saves store beside what is in use. Takes file reads, so it belongs in a commit."""
+        for signature in self.signatures:
+            signature.wait()
+            if signature.is_usable:
+                signature.read_others()
 
     def report(self) -> FunctionReport:
         """Returns what became of the function; waits for loads under way."""
@@ -742,7 +783,7 @@ class RestoredFunction:
     ) -> functions_lib.Entry:
         if self.on_mismatch == "raise" and not unseen:
             raise IncompatibleExecutableError(
-                f"{self.name}: the saved executable is not used: {'; '.join(map(str, reasons))}. "
+                f"{self.name}: the saved executable is not used: {_listed(reasons)}. "
                 "Pass on_mismatch='recompile' to compile it anew."
             )
         start = time.perf_counter()
@@ -824,7 +865,7 @@ class SavedFunction(functions_lib.DirectCall):
         restored.wait()
         usable = [s for s in restored.signatures if s.is_usable]
         if not usable:
-            reasons = "; ".join(map(str, restored.report().reasons)) or "nothing was saved of it"
+            reasons = _listed(restored.report().reasons) or "nothing was saved of it"
             raise IncompatibleExecutableError(
                 f"{restored.name}: cannot be called here: {reasons}. "
                 "Pass the live function to AotRestore(fns={...}) to compile it."
@@ -895,13 +936,13 @@ class SavedFunction(functions_lib.DirectCall):
                 return entry
         if not problems:
             return self._miss_again()
-        listed = "\n  ".join(dict.fromkeys(problems[:_SHOWN]))
+        listed = _first_of(list(dict.fromkeys(problems)), "\n  ")
         raise SignatureError(
             f"{self._restored.name}: the arguments match none of {len(usable)} saved signatures:\n  {listed}"
         )
 
     def _miss_again(self) -> functions_lib.Entry:
-        reasons = "; ".join(map(str, self._restored.report().reasons))
+        reasons = _listed(self._restored.report().reasons)
         raise IncompatibleExecutableError(f"{self._restored.name}: cannot be loaded: {reasons}")
 
 

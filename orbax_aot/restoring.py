@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
@@ -31,8 +30,61 @@ if TYPE_CHECKING:
     from orbax_aot.handler import AotRestore
 
 
+def begin(
+    directory: epath.Path,
+    args: AotRestore,
+    timeout_secs: float = 600.0,
+    *,
+    trust: trust_lib.Trust | None = None,
+    probe: bool = False,
+) -> Restoring | NothingRestored:
+    """Starts to restore the functions of an item. Never raises: whatever fails, the state must come back."""
+    try:
+        restoring = Restoring(directory, args, timeout_secs, trust=trust, probe=probe)
+        restoring.start()
+        return restoring
+    except Exception as e:
+        return NothingRestored(directory, args, e)
+
+
+def has_state(directory: epath.PathLike) -> bool:
+    """Whether an item holds a state, and not executables only."""
+    directory = epath.Path(directory)
+    try:
+        return not (directory / "metadata").exists() or (directory / "_METADATA").exists()
+    except OSError:
+        return True
+
+
+class NothingRestored:
+    """Stands for a restore of functions that failed as a whole: live functions are what they were before."""
+
+    functions: tuple[restored_lib.RestoredFunction, ...] = ()
+
+    def __init__(self, directory: epath.Path, args: AotRestore, error: Exception):
+        self._note = f"{directory}: functions are not restored: {type(error).__name__}: {error}"
+        logging.error("%s", self._note, exc_info=error)
+        self._error = error
+        self._live = dict(args.fns) if isinstance(args.fns, Mapping) else {}
+
+    def require_fit(self) -> None:
+        raise IncompatibleExecutableError(f"{self._note}. The state was not touched.") from (
+            self._error
+        )
+
+    def make_target(self, read_metadata: Callable[[], Any]) -> None:
+        return None
+
+    def give_weak_types(self, state: Any) -> Any:
+        return state
+
+    def finish(self) -> restored_lib.RestoredFunctions:
+        live = {name: fn for name, fn in self._live.items() if fn is not None}
+        return restored_lib.RestoredFunctions(live, {}, self._note)
+
+
 class Restoring:
-    """One restore's functions: read and decide, load, bind. Nothing in here raises but what is asked for."""
+    """One restore's functions: read and decide, load, bind. Raises only where our own code is at fault: see `begin`."""
 
     def __init__(
         self,
@@ -116,6 +168,10 @@ class Restoring:
             return agreement.agree(plans, views, self._group.index)
         except Exception as e:
             return agreement.without_the_others(plans, str(e))
+
+    @property
+    def functions(self) -> Sequence[restored_lib.RestoredFunction]:
+        return tuple(self._restored.values())
 
     def _saved_names(self) -> Sequence[str]:
         return sorted(self._manifest.functions) if self._manifest is not None else ()
@@ -261,14 +317,15 @@ class Restoring:
                 "The state was not touched. Pass on_mismatch='recompile' to compile them anew."
             )
 
-    def make_target(self, state_handler: Any) -> Any:
-        """Returns a target sharded as the executables expect; None to leave that to the wrapped handler."""
-        if self._manifest is None or not isinstance(state_handler, ocp.StandardCheckpointHandler):
+    def make_target(self, read_metadata: Callable[[], Any]) -> Any:
+        """Returns a target sharded as the executables expect; None to leave that to the state's handler.
+
+        `read_metadata` returns Orbax's metadata of the state, and may raise.
+        """
+        if self._manifest is None:
             return None
         try:
-            return state_lib.make_target(
-                state_handler.metadata(self._directory), self._manifest.body, self._placements()
-            )
+            return state_lib.make_target(read_metadata(), self._manifest.body, self._placements())
         except Exception:
             logging.exception("%s: the state comes back as Orbax places it.", self._directory)
             return None
@@ -313,6 +370,12 @@ class Restoring:
 
     def finish(self) -> restored_lib.RestoredFunctions:
         """Binds live functions and returns all; with other processes, once all know what each could load."""
+        try:
+            return self._bind()
+        except Exception as e:
+            return NothingRestored(self._directory, self._args, e).finish()
+
+    def _bind(self) -> restored_lib.RestoredFunctions:
         if self._group is not None and not self._group.is_alone:
             found = {name: function.as_plan() for name, function in self._restored.items()}
             for name, plan in self._agree("loaded", found).items():
@@ -323,6 +386,8 @@ class Restoring:
             if live is not None:
                 live.bind(restored)
                 functions[name] = live
+            elif (given := self._args.live.get(name)) is not None:  # it could not be wrapped
+                functions[name] = given
             else:
                 functions[name] = restored_lib.SavedFunction(restored)
                 if restored.plan.verdict is Verdict.REFUSED:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import platform
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jaxlib.version
@@ -23,12 +23,74 @@ from orbax_aot import trust as trust_lib
 from orbax_aot.overrides import is_off
 from orbax_aot.version import __version__
 
-if TYPE_CHECKING:
-    from orbax_aot.handler import AotSave
+
+class SaveRequest(Protocol):
+    """What the save arguments of either Orbax API say."""
+
+    item: Any
+    fns: Mapping[str, Any] | None
+    portable: bool | Sequence[str]
+
 
 _T = TypeVar("_T")
 _MANIFEST_SECS = 10.0
 _Executables = Callable[[], tuple[functions_lib.Executable, ...]]
+
+
+_SAVABLE = (
+    functions_lib.AotFunction,
+    functions_lib.Executable,
+    restored_lib.SavedFunction,
+    jax.stages.Compiled,
+)
+
+
+def require_names(names: Sequence[Any], where: str) -> None:
+    """Raises `TypeError` unless all are names a function can have."""
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"{where}: function names are non-empty strings, got {name!r}.")
+        try:
+            name.encode()
+        except UnicodeEncodeError as e:
+            raise ValueError(f"{where}: the function name {name!r} is no valid Unicode.") from e
+
+
+def require_savable(fns: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Returns a copy of `AotSave(fns=...)`; raises `TypeError` where it holds what cannot be saved."""
+    if fns is None:
+        return None
+    if not isinstance(fns, Mapping):
+        raise TypeError(
+            "AotSave(fns=...) takes a mapping from names to AotFunction (oaot.jit), Executable or "
+            f"jax.stages.Compiled; got {type(fns).__name__}."
+        )
+    require_names(list(fns), "AotSave(fns=...)")
+    for name, fn in fns.items():
+        if not isinstance(fn, _SAVABLE):
+            raise TypeError(
+                f"AotSave(fns={{{name!r}: ...}}) takes an AotFunction (oaot.jit), an Executable or a "
+                f"jax.stages.Compiled; got {type(fn).__name__}. Wrap a function by oaot.jit, once, and call "
+                "what that returns."
+            )
+    return dict(fns)
+
+
+def require_portable(portable: Any) -> bool | tuple[str, ...]:
+    """Returns `AotSave(portable=...)`; raises `TypeError` where it is nothing that names platforms."""
+    if isinstance(portable, bool):
+        return portable
+    if isinstance(portable, str) or not all(isinstance(p, str) for p in portable):
+        raise TypeError(
+            "AotSave(portable=...) is True, False or a sequence of platforms such as ('cpu', 'tpu'); "
+            f"got {portable!r}."
+        )
+    return tuple(portable)
+
+
+def about_functions(args: SaveRequest) -> dict[str, Any]:
+    """Returns what the file `metadata` of an item of executables only says, which Orbax restores as JSON."""
+    return {"orbax_aot": __version__, "functions": sorted(args.fns or {})}
 
 
 def _snapshot_of(fn: Any, name: str) -> _Executables:
@@ -42,23 +104,38 @@ def _snapshot_of(fn: Any, name: str) -> _Executables:
     return lambda: (functions_lib.executable_of(fn, name),)
 
 
+def executables_of(fn: Any, name: str) -> tuple[functions_lib.Executable, ...]:
+    """Returns what there is of a function that `AotSave` takes; waits for loads under way."""
+    return _snapshot_of(fn, name)()
+
+
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
     """What of a save was seen on the training thread: references only, no arrays."""
 
-    functions: dict[str, _Executables]
+    functions: dict[str, _Executables] | None  # None: none are saved
+    restored: tuple[restored_lib.RestoredFunction, ...]
     state: state_lib.Snapshot | None
     kind: str
     portable: bool | Sequence[str]
 
 
-def take_snapshot(args: AotSave) -> Snapshot | None:
-    """Notes what is needed of a save's functions and state; None where no executables are to be saved. Never raises."""
+def take_snapshot(
+    args: SaveRequest, restored: tuple[restored_lib.RestoredFunction, ...] = ()
+) -> Snapshot | None:
+    """Notes what is needed of a save's functions and state; None where there is nothing to do. Never raises.
+
+    `restored` are the functions that have been restored, to be saved now or later.
+    """
     try:
-        if args.fns is None or is_off() or jax.process_index() != 0:
+        if (args.fns is None and not restored) or is_off() or jax.process_index() != 0:
             return None
+        functions = None
+        if args.fns is not None:
+            functions = {name: _snapshot_of(fn, name) for name, fn in args.fns.items()}
         return Snapshot(
-            functions={name: _snapshot_of(fn, name) for name, fn in args.fns.items()},
+            functions=functions,
+            restored=restored,
             state=state_lib.take_snapshot(args.item),
             kind="functions" if args.item is None else "state",
             portable=args.portable,
@@ -78,18 +155,31 @@ class Saving:
 
     def run(self, store: store_lib.Store) -> None:
         """Writes all that is ready in time, and the manifest. Never raises."""
+        self._read_others()
         try:
-            self._run(store)
+            if self._snapshot.functions is not None:
+                self._run(store, self._snapshot.functions)
         except Exception:
             logging.exception("%s: no executables in this save; the state is saved.", store.folder)
         finally:
             store.close()
 
-    def _run(self, store: store_lib.Store) -> None:
+    def _read_others(self) -> None:
+        """Reads what later saves need of the step that functions were restored from.
+
+        Once this save is committed, Orbax may delete that step.
+        """
+        try:
+            for restored in self._snapshot.restored:
+                self._in_time(restored.read_others)
+        except Exception:
+            logging.exception("What was saved beside the executables in use may be missing later.")
+
+    def _run(self, store: store_lib.Store, saved: Mapping[str, _Executables]) -> None:
         start = time.perf_counter()
         tables = m.Tables()
         functions = {}
-        for name, tell in self._snapshot.functions.items():
+        for name, tell in saved.items():
             functions[name] = self._write_function(store, tables, name, tell)
         state = state_lib.describe(self._snapshot.state, tables)
         self._write_manifest(
@@ -135,9 +225,14 @@ class Saving:
             )
         signatures: list[m.Signature] = []
         problems: list[m.Absent] = []
+        seen: list[m.Signature] = []
         for executable in executables:
             try:
                 artifact = self._in_time(lambda e=executable: e.pack(self._snapshot.portable))
+                what = _identity(tables.adopt_signature(artifact.signature, artifact.body))
+                if what in seen:
+                    continue
+                seen.append(what)
                 where = f"{folder}/{len(signatures)}"
                 write = lambda a=artifact, w=where: a.write(store, tables, w)
                 signatures.append(self._in_time(write))
@@ -185,6 +280,11 @@ def _sign(store: store_lib.Store, trust: trust_lib.Trust) -> None:
         trust.signing_certificate,
         trust.certificates,
     )
+
+
+def _identity(signature: m.Signature) -> m.Signature:
+    """Returns what tells one executable from another: a function that is restored into twice holds the same again."""
+    return msgspec.structs.replace(signature, folder="", portable=None, portable_absent=None)
 
 
 def _absent(name: str, error: Exception) -> m.Absent:

@@ -13,13 +13,14 @@ import hashlib
 import json
 import logging as std_logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 from etils import epath
 
-from orbax_aot import files, locate, store, strict_json
+from orbax_aot import files, locations, store, strict_json
 from orbax_aot import manifest as m
 from orbax_aot import trust as trust_lib
 from orbax_aot.errors import CorruptArtifactError, UntrustedArtifactError
@@ -67,11 +68,11 @@ def sign(
     password: str | None = None,
     signing_certificate: os.PathLike[str] | str | None = None,
     certificates: tuple[os.PathLike[str] | str, ...] = (),
-) -> tuple[epath.Path, ...]:
-    """Signs the executables of a committed step; returns the signature files.
+) -> epath.Path:
+    """Signs the executables of a committed step; returns the signature file.
 
     Args:
-      path: a checkpoint directory (its latest step is meant), a step, or an item of one.
+      path: a checkpoint root (its latest step is taken), a step or an item.
       private_key: PEM file of an elliptic-curve key.
       password: of the key.
       signing_certificate: PEM file of the signer's certificate, for those who verify by certificates.
@@ -79,18 +80,15 @@ def sign(
 
     Raises:
       ImportError: the extra `signing` is not installed.
-      FileNotFoundError: there are no executables.
+      NoExecutablesError: nothing was saved there, or several items were.
       CorruptArtifactError: something is damaged already, which a signature would seem to vouch for.
     """
     trust_lib.require_library()
-    signed = []
-    for item in locate.find_items(path):
-        place = store.Store(item)
-        manifest, content = place.open_manifest()
-        require_whole(place, manifest)
-        sign_item(place, manifest, content, private_key, password, signing_certificate, certificates)
-        signed.append(place.folder / store.SIGNATURE)
-    return tuple(signed)
+    place = store.Store(locations.find_item(path))
+    manifest, content = place.open_manifest()
+    require_whole(place, manifest)
+    sign_item(place, manifest, content, private_key, password, signing_certificate, certificates)
+    return place.folder / store.SIGNATURE
 
 
 def sign_item(
@@ -141,34 +139,30 @@ def verify(path: epath.PathLike, *, trust: trust_lib.Trust | None = None) -> m.M
     """Checks every byte of the executables of a committed step; returns its manifest.
 
     Args:
-      path: a checkpoint directory (its latest step is meant), a step, or an item of one.
+      path: a checkpoint root (its latest step is taken), a step or an item.
       trust: who is trusted; by default `Trust.owner()`, or what `ORBAX_AOT_TRUST` says.
 
     Raises:
       CorruptArtifactError: files are damaged, missing, or not the manifest's; the message lists them.
       UntrustedArtifactError: they are whole, but not trusted.
-      FileNotFoundError: there are no executables.
+      NoExecutablesError: nothing was saved there, or several items were.
     """
     policy = (trust or trust_lib.Trust.owner()).effective()
-    found = None
-    for item in locate.find_items(path):
-        place = store.Store(item)
-        manifest, content = place.open_manifest()
-        require_whole(place, manifest)
-        standing = policy.judge(place, manifest, content)
-        if standing.native:
-            raise UntrustedArtifactError(f"{standing.native}.")
-        found = found or manifest
-    assert found is not None
-    return found
+    place = store.Store(locations.find_item(path))
+    manifest, content = place.open_manifest()
+    require_whole(place, manifest)
+    standing = policy.judge(place, manifest, content)
+    if standing.native:
+        raise UntrustedArtifactError(f"{standing.native}.")
+    return manifest
 
 
 def require_whole(place: store.Store, manifest: m.Manifest) -> None:
     """Raises `CorruptArtifactError` unless the files are those of the manifest, byte by byte."""
     problems = _listing_problems(place, manifest)
-    for name, file in named_files(manifest).items():
+    for name, file in m.files_of(manifest.body).items():
         try:
-            store.unpack(place.read(name, file), file, f"{place.folder / name}")
+            _require_file(place, name, file)
         except (CorruptArtifactError, OSError) as e:
             problems.append(str(e))
     if problems:
@@ -176,24 +170,17 @@ def require_whole(place: store.Store, manifest: m.Manifest) -> None:
         raise CorruptArtifactError(f"{place.folder}: not as it was saved:\n  {listed}")
 
 
-def named_files(manifest: m.Manifest) -> dict[str, m.File]:
-    """Returns the files that a manifest names, by their names in the folder."""
-    found: dict[str, m.File] = {}
-    for function in manifest.functions.values():
-        for signature in function.signatures:
-            prefix = f"{function.folder}/{signature.folder}"
-            for variant in signature.variants:
-                found[f"{prefix}/{variant.file}"] = variant
-                found.update({constant.file: constant for constant in variant.constants})
-            if signature.portable is not None:
-                found[f"{prefix}/{signature.portable.file}"] = signature.portable
-    return found
+def _require_file(place: store.Store, name: str, file: m.File) -> None:
+    """Raises unless a file has both digests that the manifest gives, with what was cut out of it put back in."""
+    cuts = file.cuts if isinstance(file, m.CutFile) else ()
+    parts = [(c.at, store.unpack(place.read(c.file, c), c, c.file)) for c in cuts]
+    store.unpack(place.read(name, file), file, f"{place.folder / name}", parts)
 
 
 def _listing_problems(place: store.Store, manifest: m.Manifest) -> list[str]:
     """Returns which files are there beside those of the manifest, as sentences."""
     own = {store.MANIFEST, store.SIGNATURE, store.ITEM}
-    extra = sorted({*files.names(place.folder)} - {*named_files(manifest)} - own)
+    extra = sorted({*files.names(place.folder)} - {*m.files_of(manifest.body)} - own)
     return [f"{place.folder / name}: not a file of this manifest." for name in extra[:_SHOWN]]
 
 
@@ -225,7 +212,7 @@ def find_flaw(
                 _require_valid_now(signature)
             _verify_folder(folder, output, policy)
         except Exception as e:
-            return f"{place.folder}: the signature does not fit ({_one_line(e)})"
+            return f"{place.folder}: the signature does not fit ({_explain(e)})"
     if _declared_item(about) != item_id(place.item):
         return f"{place.folder}: signed as part of another item"
     return ""
@@ -287,7 +274,7 @@ def _snapshot(
         folder = os.path.join(private, store.FOLDER)
         for name, data in known.items():
             _write_copy(folder, name, data)
-        for name, file in named_files(manifest).items():
+        for name, file in m.files_of(manifest.body).items():
             _write_copy(folder, name, place.read(name, file))
         yield folder
 
@@ -311,5 +298,9 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _one_line(error: BaseException) -> str:
+def _explain(error: BaseException) -> str:
+    """Returns what the library found, without the digests that it prints."""
+    changed = re.findall(r"Hash mismatch for \W*([\w./-]+)", str(error))
+    if changed:
+        return f"changed since: {', '.join(changed[:_SHOWN])}"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

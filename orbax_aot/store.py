@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import os
+import re
+import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zstandard
@@ -14,15 +15,15 @@ from etils import epath
 
 from orbax_aot import files
 from orbax_aot import manifest as m
-from orbax_aot.errors import CorruptArtifactError, UntrustedArtifactError
+from orbax_aot.errors import CorruptArtifactError, StepChangedError, UntrustedArtifactError
 
 # Takes whose a file is and its path; returns why it may not be used, "" where it may.
 Admit = Callable[[os.stat_result | None, str], str]
 
 FOLDER = "_aot"
 MANIFEST = "manifest.json"
-CONSTANTS = "constants"
 SIGNATURE = "manifest.sig"
+CONSTANTS = "constants"
 ITEM = "item.json"
 CODEC = "zstd"
 RAW = "raw"
@@ -86,8 +87,39 @@ def _is_modest(nbytes: int, raw_nbytes: int) -> bool:
     return raw_nbytes <= max(_FREE_NBYTES, MAX_RATIO * nbytes)
 
 
-def unpack(stored: bytes, file: m.File, where: str) -> bytes:
-    """Returns the raw bytes of a stored file.
+def cut(raw: bytes, shared: Sequence[memoryview]) -> tuple[bytes, tuple[tuple[int, bytes], ...]]:
+    """Cuts out of `raw` what stands in `shared`; returns the rest, and the parts by offset in ascending order."""
+    parts: list[tuple[int, bytes]] = []
+    for known in sorted(shared, key=len, reverse=True):
+        at = raw.find(known)
+        end = at + len(known)
+        if at >= 0 and all(end <= a or a + len(part) <= at for a, part in parts):
+            parts.append((at, raw[at:end]))
+    parts.sort(key=lambda part: part[0])
+    rest, done = [], 0
+    for at, part in parts:
+        rest.append(raw[done:at])
+        done = at + len(part)
+    return b"".join((*rest, raw[done:])), tuple(parts)
+
+
+def _join(rest: bytes, parts: Sequence[tuple[int, bytes]], where: str) -> bytes:
+    """Puts back what `cut` cut out."""
+    pieces: list[bytes] = []
+    done = taken = 0  # how far the whole is put together, and how much of the rest is used
+    for at, part in parts:
+        if not done <= at <= done + len(rest) - taken:
+            raise CorruptArtifactError(f"{where}: a cut at {at} is out of range.")
+        pieces += (rest[taken : taken + at - done], part)
+        taken += at - done
+        done = at + len(part)
+    return b"".join((*pieces, rest[taken:]))
+
+
+def unpack(
+    stored: bytes, file: m.File, where: str, parts: Sequence[tuple[int, bytes]] = ()
+) -> bytes:
+    """Returns the raw bytes of a stored file; `parts` are raw bytes that were cut out of it, by offset.
 
     Damaged bytes can abort the process in native code, so both digests are checked here, before anything else is
     done with them, and decompression stops at the declared size.
@@ -101,12 +133,15 @@ def unpack(stored: bytes, file: m.File, where: str) -> bytes:
         )
     if digest(stored) != file.sha256:
         raise CorruptArtifactError(f"{where}: the stored bytes are damaged. Save this step again.")
+    expected = file.raw_nbytes - sum(len(part) for _, part in parts)
     if file.codec == RAW:
         raw = stored
     elif file.codec == CODEC:
-        raw = _decompress(stored, file.raw_nbytes, where)
+        raw = _decompress(stored, expected, where)
     else:
         raise CorruptArtifactError(f"{where}: unknown codec {file.codec[:40]!r}.")
+    if parts:
+        raw = _join(raw, parts, where)
     if len(raw) != file.raw_nbytes or digest(raw) != file.raw_sha256:
         raise CorruptArtifactError(f"{where}: the raw bytes are damaged. Save this step again.")
     return raw
@@ -164,6 +199,70 @@ class Store:
     def write_manifest(self, body: m.Body) -> None:
         """Writes the manifest; last, so that what it names is there."""
         self.write(MANIFEST, m.encode(body))
+
+    def replace_manifest(self, body: m.Body, before: m.Manifest | None) -> None:
+        """Puts another manifest in the place of `before` (None: there was none), in a committed step.
+
+        A reader sees the one or the other, whole: files are not changed once they are written, new ones have been
+        written under new names, and this is one rename (one upload, on an object store). A signature of the old
+        manifest is removed.
+
+        Raises:
+          StepChangedError: another writer was faster.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        now = self.manifest_path.read_bytes() if self.exists() else None
+        if (None if now is None else m.decode(now, str(self.manifest_path))) != before:
+            raise StepChangedError(
+                f"{self.manifest_path}: changed by someone else meanwhile; nothing was changed. Try again."
+            )
+        signature = self.folder / SIGNATURE
+        if signature.exists():
+            from absl import (
+                logging,  # not for readers: it takes a tenth of the time that inspect has
+            )
+
+            logging.warning(
+                "%s: removed, since the step is not what was signed any more; sign it again.",
+                signature,
+            )
+            signature.unlink()
+        if "://" in str(self.folder):
+            self.write(MANIFEST, m.encode(body))
+            return
+        new = self.folder / f"{MANIFEST}.{secrets.token_hex(8)}.new"
+        try:
+            self.write(new.name, m.encode(body))
+            new.replace(self.manifest_path)
+        finally:
+            new.unlink(missing_ok=True)
+
+    def write_new(self, name: str, stored: bytes) -> None:
+        """Writes a file whose name has the digest of its bytes; one that is there is left alone."""
+        path = self.folder / name
+        if not (path.exists() and path.stat().length == len(stored)):
+            self.write(name, stored)
+
+    def list_files(self) -> dict[str, int]:
+        """Returns all files of the folder but the manifest and what belongs to its signature: sizes in bytes by name."""
+        found = {}
+        folders = [self.folder]
+        while folders:
+            for path in folders.pop().iterdir():
+                if path.is_dir():
+                    folders.append(path)
+                elif path.name not in (MANIFEST, SIGNATURE, ITEM) or path.parent != self.folder:
+                    found[str(path.relative_to(self.folder))] = path.stat().length
+        return found
+
+    def remove(self, name: str) -> None:
+        """Removes a file, and the folders that it leaves empty."""
+        path = self.folder / name
+        path.unlink(missing_ok=True)
+        for parent in path.parents:
+            if parent == self.folder or any(parent.iterdir()):
+                return
+            parent.rmdir()
 
     def write(self, name: str, stored: bytes) -> None:
         """Writes a file under the folder, making the folders it lies in.

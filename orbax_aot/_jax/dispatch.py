@@ -7,6 +7,7 @@ Seen on jax 0.10.2, 0.11.2 and 0.12.0.1, each function.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,7 +132,15 @@ def options_of(jitted: Any) -> dict[str, Any]:
 
 
 def compiler_options_of(jitted: Any) -> dict[str, str]:
-    return {str(k): str(v) for k, v in jitted._jit_info.compiler_options_kvs}
+    """Returns the `compiler_options` of a jitted function as text; of long ones (profiles) the digest."""
+    return {str(k): _describe_option(v) for k, v in jitted._jit_info.compiler_options_kvs}
+
+
+def _describe_option(value: Any) -> str:
+    raw = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+    if isinstance(value, bytes) or len(raw) > 200:
+        return f"{len(raw)} bytes, sha256 {hashlib.sha256(raw).hexdigest()}"
+    return str(value)
 
 
 def is_jitted(value: Any) -> bool:

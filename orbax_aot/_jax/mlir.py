@@ -105,10 +105,11 @@ def strip_names(module: ir.Module) -> None:
 
 
 def strip_commitment(module: ir.Module) -> None:
-    """Removes shardings of inputs and outputs that say only that an array is committed.
+    """Removes shardings that say only that an array is committed.
 
     A sharding over a mesh without axes, in a program for one device, and the replication of a
-    scalar: nothing else is possible there. What stays is no longer a module that verifies: the
+    scalar: nothing else is possible there. They stand at inputs and outputs, and for random keys
+    also inside the program. What stays is no longer a module that verifies: the
     meshes without axes are gone, while a sharding elsewhere may still name one.
     """
     main = find_function(module, "main")
@@ -131,9 +132,27 @@ def strip_commitment(module: ir.Module) -> None:
     if main is not None:
         for field in _ATTRIBUTE_FIELDS:
             _drop_attributes(main, field, _ARG_SHARDING, says_nothing)
+    _drop_constraints(module, says_nothing)
     for op in list(module.body.operations):
         if op.operation.name == "sdy.mesh" and symbol_name(op.operation) in empty:
             op.operation.erase()
+
+
+def _drop_constraints(module: ir.Module, condition: Callable[[ir.Attribute], bool]) -> None:
+    """Drops sharding constraints where `condition` holds of the sharding."""
+    found: list[ir.Operation] = []
+
+    def look(operation: ir.Operation) -> None:
+        is_constraint = operation.name == "sdy.sharding_constraint"
+        if is_constraint and condition(operation.attributes["sharding"]):
+            found.append(operation)
+
+    walk(module, look)
+    for operation in found:
+        # Oldest use first, as if the constraint had never been: bytecode holds the order of uses.
+        for use in reversed(list(operation.result.uses)):
+            use.owner.operands[use.operand_number] = operation.operands[0]
+        operation.erase()
 
 
 def _mesh_name(sharding: Any) -> str | None:

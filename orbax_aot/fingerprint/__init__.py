@@ -1,10 +1,10 @@
 """Is this still the same Python code that was compiled? Answered without tracing it.
 
 A fingerprint is a digest of what decides what a function traces to: its code and that of the
-functions it reaches in the user's modules, the values they use, and the builds of the libraries that
-they call. Two equal digests mean the same program as long as nothing was `undecidable`: what this
-package cannot see it must not call the same. JAX's settings, the trace context and the devices are
-no part of it; they are compared by value elsewhere.
+functions it reaches in the user's modules, the values they use, and the builds of the libraries
+that they call. Two equal digests mean the same program as long as nothing was `undecidable`: what
+this package cannot see it must not call the same. JAX's settings, the trace context and the
+devices are no part of it; they are compared by value elsewhere.
 
 The table of what is covered, and of the known holes, is in `docs/fingerprint.md`.
 """

@@ -40,7 +40,7 @@ class Import(NamedTuple):
 
 
 class Definition(NamedTuple):
-    """`def` or `class`, decorated or not; `codes` are the codes of that name that it may come from."""
+    """`def` or `class`, decorated or not; `codes` are those it may come from."""
 
     codes: tuple[types.CodeType, ...]
     is_class: bool
@@ -114,7 +114,7 @@ class Bindings:
     def __init__(self, code: types.CodeType, package: str | None) -> None:
         self._bytecode = _Bytecode(code)
         self._package = package
-        # Where each name is stored: the begin of the statement, roughly; the store; the last import.
+        # Where each name is stored: begin of the statement, roughly; the store; the last import.
         self._stores: dict[str, list[tuple[int, int, int]]] = {}
         opcodes = self._bytecode.opcodes
         start, last_import = 0, -1

@@ -150,9 +150,7 @@ class _Reader:
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
         flags = code.co_flags & ~_HAS_DOCSTRING_FLAG
         free = ("__class__" in code.co_freevars, len(code.co_freevars), len(code.co_cellvars))
-        return repr(
-            (code.co_name, code.co_names, names, counts, flags, free, self.exceptions)
-        )
+        return repr((code.co_name, code.co_names, names, counts, flags, free, self.exceptions))
 
 
 # By identity, keeping the code alive: equality of code objects ignores what matters here.

@@ -9,22 +9,22 @@ from typing import Any
 
 from orbax_aot.fingerprint import code as codes
 from orbax_aot.fingerprint import libraries
-from orbax_aot.fingerprint.libraries import Kind
+from orbax_aot.fingerprint.libraries import Kind, words
 from orbax_aot.fingerprint.walk import Walk
 
 # Code that looks these up tells apart what this fingerprint takes for the same: files, lines,
 # docstrings, annotations, module names, frames.
-_UNSEEN_NAMES = frozenset(
+_UNSEEN_NAMES = words(
     "__doc__ __file__ __cached__ __spec__ __loader__ __module__ __qualname__ __annotations__"
     " __annotate__ annotation return_annotation __subclasses__ __globals__ __closure__ __code__"
     " __builtins__ cell_contents f_globals f_locals f_back f_lineno f_code gi_frame co_consts"
     " co_code co_filename co_firstlineno tb_frame tb_lineno _getframe __firstlineno__"
-    " __static_attributes__ __dataclass_params__ __type_params__".split()
+    " __static_attributes__ __dataclass_params__ __type_params__"
 )
 _COMPUTED_NAMES = frozenset({"__dict__", "__getattribute__", "__getstate__", "__reduce_ex__"})
-_MODULE_NAMES_OF_THE_IMPORT_SYSTEM = frozenset(
+_MODULE_NAMES_OF_THE_IMPORT_SYSTEM = words(
     "__builtins__ __loader__ __spec__ __file__ __cached__ __path__ __doc__ __annotations__ __name__"
-    " __package__ __annotate__ __conditional_annotations__".split()
+    " __package__ __annotate__ __conditional_annotations__"
 )
 # What decorators copy from one function to another, and nothing that runs looks at.
 SILENT_ATTRIBUTES = frozenset(
@@ -56,7 +56,7 @@ def write_function(walk: Walk, function: types.FunctionType) -> None:
 _TURNED_INTO_FLOATS = frozenset(
     [("optax.schedules._schedule", "cosine_decay_schedule.<locals>.schedule", "decay_steps")]
 )
-# What the functions that `functools.singledispatch` makes only remember, and take from the registry.
+# What the functions that `functools.singledispatch` makes remember of their registry.
 _DISPATCH_CACHES = frozenset({"dispatch_cache", "cache_token"})
 
 
@@ -75,7 +75,7 @@ def _write_cell(walk: Walk, function: types.FunctionType, name: str, cell: types
 def _write_library_function(
     walk: Walk, function: types.FunctionType, file: str, kind: Kind
 ) -> None:
-    """A function made inside a library: its code is pinned by the build, not so what it closes over."""
+    """A function made in a library: the build pins its code, but not what it closes over."""
     code = function.__code__
     if kind is Kind.IMPURE or libraries.is_impure(function.__module__ or "", code.co_qualname):
         walk.undecidable(f"uses {function.__module__}.{code.co_qualname}")

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
+import jax.dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from orbax_aot._jax import hooks
@@ -97,7 +100,7 @@ def _write_array(walk: Walk, value: jax.Array) -> None:
     elif value.nbytes > _MOST_ARRAY_BYTES:
         walk.undecidable(f"an array of {value.nbytes} bytes")
     else:
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             walk.write(str(jax.random.key_impl(value)))
             value = jax.random.key_data(value)
         walk.write(hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest())

@@ -1,8 +1,9 @@
 """What caches may still hold of an earlier state of the code.
 
 JAX remembers the trace of a function object that was jitted, scanned over or checkpointed, and
-`functools.lru_cache` remembers results. If a value that such a function uses was changed afterwards,
-the program is still made from the old one, and the fingerprint, which sees the new one, would lie.
+`functools.lru_cache` remembers results. If a value that such a function uses was changed since,
+the program is still made from the old one, and the fingerprint, which sees the new one, would
+lie.
 
 So this process remembers which state a function was in before any cache knew it. A function that a
 cache knows is fine as long as its state is still that one; if it was never seen before it was

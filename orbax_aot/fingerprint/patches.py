@@ -1,9 +1,9 @@
 """Patched libraries: what somebody has put in place of a part of a trusted library.
 
 Library code is not walked, so a function that was replaced inside a library would go unnoticed.
-Each loaded module of the trusted libraries is therefore held against what its own compiled file binds
-(see `bindings`), once per process; from then on only namespaces that have changed are looked at
-again, which an identity comparison of dictionaries finds in about a millisecond.
+Each loaded module of the trusted libraries is therefore held against what its own compiled file
+binds (see `bindings`), once per process; from then on only namespaces that have changed are
+looked at again, which an identity comparison of dictionaries finds in about a millisecond.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from orbax_aot._jax import hooks
 from orbax_aot.fingerprint import bindings, libraries
 from orbax_aot.fingerprint.bindings import Alias, Bindings, Constant, Definition, Import, Unknown
 from orbax_aot.fingerprint.libraries import Kind
@@ -67,9 +68,7 @@ def _layers(value: Any) -> Iterator[Any]:
             value = value.__func__
         elif isinstance(value, property):
             value = value.fget
-        elif isinstance(value, functools.partial):
-            value = value.func
-        elif isinstance(value, functools.cached_property):
+        elif isinstance(value, functools.partial | functools.cached_property):
             value = value.func
         elif isinstance(value, type):
             return
@@ -100,6 +99,17 @@ def _cell_contents(function: types.FunctionType) -> Iterator[object]:
             yield cell.cell_contents
         except ValueError:  # not bound yet
             continue
+
+
+def _holds_foreign(value: Any) -> bool:
+    """Whether a rule, or something that it closes over, is the user's."""
+    if type(value) is types.FunctionType and not value.__closure__ and not value.__dict__:
+        return _is_foreign_file(value.__code__.co_filename)
+    return any(_is_foreign_file(code.co_filename) for code in _codes(value, depth=2))
+
+
+def _is_foreign_file(path: str) -> bool:
+    return not path.startswith("<") and libraries.library_file(path) is None
 
 
 def is_foreign(value: Any) -> bool:
@@ -190,9 +200,9 @@ class _Namespace:
         if kind in _UNCHECKED or name in _NAMES_OF_THE_IMPORT_SYSTEM:
             return False
         if isinstance(value, type):
-            if value.__qualname__ == self._prefix + name:
-                if value.__module__ == self.module.__name__:
-                    return False
+            home = (value.__module__, value.__qualname__)
+            if home == (self.module.__name__, self._prefix + name):
+                return False
         elif kind in _SIMPLE:
             if self._prefix and (kind not in _NUMBERS or name.startswith("_")):
                 return False  # names of fields and slots, and what enums keep
@@ -299,9 +309,34 @@ def _fits_definition(value: Any, binding: Definition) -> bool:
     return any((code.co_name, code.co_firstlineno) in wanted for code in codes)
 
 
+class _Rules:
+    """The tables in which JAX keeps how its primitives are differentiated, batched and lowered."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[str, dict[Any, Any]]] = []
+        self.patches: list[Patch] = []
+
+    def refresh(self) -> bool:
+        """Looks again if any rule was set; says whether it looked."""
+        tables = [(name, dict(table)) for name, table in hooks.rule_tables()]
+        if tables == self._seen:
+            return False
+        self._seen = tables
+        primitives = hooks.primitives_of_jax()
+        self.patches = [
+            (f"{name}[{primitive}]", rule)
+            for name, table in tables
+            for primitive, entry in table.items()
+            if id(primitive) in primitives
+            for rule in hooks.functions_of_rule(entry)
+            if callable(rule) and _holds_foreign(rule)
+        ]
+        return True
+
+
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keeps garbage collection from going through all of JAX several times during the first look."""
+    """Keeps garbage collection from going through all of JAX during the first look."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -322,6 +357,7 @@ class _Watch:
         self._classes: dict[int, type] = {}
         self._patches: list[Patch] = []
         self._uncompiled: list[str] = []
+        self._rules = _Rules()
         self._names: set[str] = set()
         self._named: set[str] = set()  # modules whose names are among them
 
@@ -337,8 +373,10 @@ class _Watch:
                     if namespace.holder is namespace.module:
                         self._add_classes(namespace)
                 index += 1
-            if changed:
+            rules = self._rules.refresh()
+            if changed or rules:
                 found = [patch for n in self._namespaces for patch in n.patches]
+                found += self._rules.patches
                 self._patches = sorted(found, key=lambda patch: patch[0])
             return self._patches, self._uncompiled
 
@@ -375,7 +413,8 @@ class _Watch:
 
 # Parts of trusted libraries that no traced function runs, but that much time would go into.
 _NOT_WATCHED = (
-    "absl.", "flax.errors", "jax._src.clusters", "jax._src.debugger", "jax._src.export.serialization",
+    "absl.", "flax.errors", "jax._src.clusters", "jax._src.debugger",
+    "jax._src.export.serialization",
     "jax._src.xla_bridge", "jax.experimental.array_serialization", "jaxlib.", "numpy.distutils",
     "numpy.dtypes", "numpy.f2py", "numpy.lib._datasource", "numpy.ma", "numpy.random",
     "numpy.testing", "numpy.typing", "numpy._typing", "scipy", "typing_extensions",
@@ -405,7 +444,7 @@ def find_patches() -> tuple[list[Patch], list[str]]:
 
 
 def names_looked_up() -> frozenset[str]:
-    """The names of attributes that the code of trusted libraries looks up in the objects it gets."""
+    """The names of attributes that the code of trusted libraries looks up."""
     return _watch.names_looked_up()
 
 

@@ -11,10 +11,11 @@ import enum
 import functools
 import hashlib
 import operator
+import re
 import types
 import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -167,7 +168,18 @@ def _write_library_object(walk: Walk, value: object) -> bool:
     if name is None:
         return False
     libraries_write_name(walk, *name)
+    if isinstance(value, types.FunctionType):
+        _write_simple_defaults(walk, value)
     return True
+
+
+def _write_simple_defaults(walk: Walk, function: types.FunctionType) -> None:
+    """Default values of a library function, which somebody may have set to others."""
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    for default in defaults:
+        name, value = default if type(default) is tuple and len(default) == 2 else ("", default)
+        if type(value) in (bool, int, float, str):
+            walk.write(str(name), repr(value))
 
 
 def libraries_write_name(walk: Walk, module_name: str, name: str) -> None:
@@ -191,7 +203,7 @@ def _write_list(walk: Walk, value: list[object]) -> None:
         walk.visit(item)
 
 
-def _write_dict(walk: Walk, value: dict[object, object] | types.MappingProxyType) -> None:
+def _write_dict(walk: Walk, value: Mapping[Any, Any]) -> None:
     walk.write(str(len(value)))
     for key, item in value.items():
         walk.visit(key)
@@ -207,7 +219,7 @@ def _write_cell(walk: Walk, value: types.CellType) -> None:
         walk.visit(content)
 
 
-def _write_partial(walk: Walk, value: functools.partial) -> None:
+def _write_partial(walk: Walk, value: Any) -> None:
     walk.visit(type(value))
     walk.visit(value.func)
     walk.visit(value.args)
@@ -244,7 +256,7 @@ def _write_descriptor(walk: Walk, value: Any) -> None:
 
 
 def _write_array(walk: Walk, value: np.ndarray) -> None:
-    walk.write(value.dtype.name, str(value.dtype.str), str(value.shape))
+    walk.write(value.dtype.name, str(value.dtype.str), str(value.shape), str(value.strides))
     if value.dtype.hasobject:
         walk.visit(value.tolist())
     elif value.nbytes > _MOST_ARRAY_BYTES:
@@ -258,14 +270,38 @@ def _write_lru_cache(walk: Walk, value: Any) -> None:
     walk.visit(dict(value.cache_parameters()))
     filled = value.cache_info().currsize > 0
     name = value.__wrapped__.__qualname__
-    walk.note_cacheable(value, f"{name} has cached results from before it was seen" if filled else None)
+    walk.note_cacheable(
+        value, f"{name} has cached results from before it was seen" if filled else None
+    )
 
 
-_NAMED_TUPLE_FIELD: Any = type(collections.namedtuple("_Probe", "field").field)  # type: ignore  # noqa: PYI024
+_NAMED_TUPLE_FIELD: Any = type(collections.namedtuple("_Probe", "field").field)  # type: ignore
 
 
 def _write_named_tuple_field(walk: Walk, value: Any) -> None:
     walk.write(repr(value.__reduce__()[1][0]))  # its index; the rest is a docstring
+
+
+def _write_ordered_dict(walk: Walk, value: collections.OrderedDict) -> None:
+    _write_list(walk, [item for key in value for item in (key, value[key])])
+
+
+def _write_default_dict(walk: Walk, value: collections.defaultdict) -> None:
+    walk.visit(value.default_factory)
+    _write_dict(walk, value)
+
+
+def _write_deque(walk: Walk, value: collections.deque) -> None:
+    walk.write(str(value.maxlen))
+    _write_list(walk, list(value))
+
+
+def _write_namespace(walk: Walk, value: types.SimpleNamespace) -> None:
+    _write_dict(walk, dict(vars(value)))
+
+
+def _write_pattern(walk: Walk, value: re.Pattern) -> None:
+    walk.write(repr(value.pattern), str(value.flags))
 
 
 _NUMBERED: dict[type, Callable[[Walk, Any], None]] = {
@@ -291,6 +327,11 @@ _NUMBERED: dict[type, Callable[[Walk, Any], None]] = {
     types.ModuleType: functions.write_module,
     _NAMED_TUPLE_FIELD: _write_named_tuple_field,
     functools._lru_cache_wrapper: _write_lru_cache,
+    collections.OrderedDict: _write_ordered_dict,
+    collections.defaultdict: _write_default_dict,
+    collections.deque: _write_deque,
+    types.SimpleNamespace: _write_namespace,
+    re.Pattern: _write_pattern,
     object: lambda walk, value: None,
 }
 
@@ -315,7 +356,7 @@ def _write_object(walk: Walk, value: object) -> None:
     if isinstance(value, types.ModuleType):
         walk.number(value, "module", value.__name__, lambda: functions.write_module(walk, value))
         return
-    writer = _NUMBERED.get(kind)
+    writer: Callable[[Walk, Any], None] | None = _NUMBERED.get(kind)
     if writer is None and isinstance(value, functools.partial):
         writer = _write_partial
     if writer is None:
@@ -324,18 +365,26 @@ def _write_object(walk: Walk, value: object) -> None:
         writer = classes.write_instance
     if callable(value) and kind is not functools._lru_cache_wrapper:
         _note_traced(walk, value)
-    chosen = writer
+    chosen: Callable[[Walk, Any], None] = writer
     walk.number(value, kind.__qualname__, place_of(value), lambda: chosen(walk, value))
 
 
 def _note_traced(walk: Walk, value: object) -> None:
     if type(value).__weakrefoffset__ == 0:
         return  # JAX remembers functions by weak references only
+    if _is_plain_library_function(value):
+        return  # it holds no state that could have changed
     if hooks.was_traced(value):
         name = getattr(value, "__qualname__", type(value).__qualname__)
         walk.note_cacheable(value, f"{name} was traced before it was seen")
     else:
         walk.note_cacheable(value, None)
+
+
+def _is_plain_library_function(value: object) -> bool:
+    if not isinstance(value, types.FunctionType) or value.__closure__:
+        return False
+    return libraries.library_file(value.__code__.co_filename) is not None
 
 
 def place_of(value: object) -> str | None:

@@ -5,8 +5,9 @@ a number at first sight and is written as that number from then on, so that alia
 part of the stream, and its content follows when its turn comes. The order is the walk's own,
 never that of a hash table, so that the stream is the same in every process.
 
-Which attributes count is decided by name (see `Mentions`): an attribute that nothing reached by the
-walk can name does not matter, which is what lets a method stay the same program while a neighbour changes.
+Which attributes count is decided by name (see `Mentions`): an attribute that nothing reached by
+the walk can name does not matter, which is what lets a method stay the same program while a
+neighbour changes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 # Far more than any training step reaches; walking this much takes about a second.
 _MOST_OBJECTS = 500_000
 _MOST_REASONS = 20
+# Flax calls methods by names that are given to it under these; they may have been computed.
+_KEYWORDS_FOR_NAMES = frozenset({"method", "methods"})
 
 Task = Callable[[], None]
 
@@ -33,6 +36,7 @@ class Mentions:
         self._names: set[str] = set()
         self._texts: set[str] = set()
         self._everything = False
+        self._waiting_for_everything: list[Task] = []
         self._waiting: dict[str, list[Task]] = {}
         # Attributes of objects, which libraries may look up too; those of modules they do not.
         self._waiting_of_objects: dict[str, list[Task]] = {}
@@ -52,13 +56,24 @@ class Mentions:
         """Notes what a reached string could name, as for methods that are given by name."""
         if text not in self._texts:
             self._texts.add(text)
+            if text in _KEYWORDS_FOR_NAMES:
+                self.add_everything()
             self.add(_IDENTIFIER.findall(text))
 
     def add_everything(self) -> None:
         """Notes that code computes names: every attribute counts."""
         self._everything = True
+        self._release(self._waiting_for_everything)
+        self._waiting_for_everything = []
         self.add(sorted(self._waiting.keys() | self._waiting_of_objects.keys()))
         self.add_any_constructor()
+
+    def when_everything(self, task: Task) -> None:
+        """Runs `task` once code may go through attributes whatever their names, if ever."""
+        if self._everything:
+            self._release([task])
+        else:
+            self._waiting_for_everything.append(task)
 
     def add_for_libraries(self, names: frozenset[str]) -> bool:
         """Notes names that library code looks up; says whether any attribute waited for one."""
@@ -101,7 +116,7 @@ class Mentions:
 
 
 class Walk:
-    """One stream of tokens over one function, with the reasons why it may not be the whole truth."""
+    """One stream of tokens, with the reasons why it may not be the whole truth."""
 
     def __init__(self, write_value: Callable[[Walk, object], None]) -> None:
         self._write_value = write_value
@@ -168,6 +183,11 @@ class Walk:
     def constructor(self, owner: type, name: str, value: object) -> None:
         """Writes a constructor of a numbered class once code may construct objects of it."""
         self.mentions.when_constructed(owner, self._attribute_task(owner, name, value))
+
+    def attribute_order(self, owner: object, names: Iterable[str]) -> None:
+        """Writes in which order attributes were set, for code that goes through all of them."""
+        number, text = self._numbers[id(owner)], " ".join(names)
+        self.mentions.when_everything(lambda: self.write("order", str(number), text))
 
     def _attribute_task(self, owner: object, name: str, value: object) -> Task:
         place, number = self._place, self._numbers[id(owner)]

@@ -18,8 +18,6 @@ import time
 import traceback
 import warnings
 
-import flax.linen
-import flax.nnx
 import jax
 import optax  # noqa: F401 (programs use them; loading them is not part of any program)
 
@@ -66,7 +64,7 @@ def run(job: dict) -> dict:
 def judge(main, mode: str) -> dict:
     """Fingerprints the program, as a caller does before and after tracing it, and lowers it.
 
-    In mode "change" the program's `change()` runs first; in mode "trace, change" the program is also
+    In mode "change" the program's `change()` runs first; in mode "trace, change" it is also
     lowered before that, by the same function objects.
     """
     fun, args, kwargs, options = unpack(main.program())

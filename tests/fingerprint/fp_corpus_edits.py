@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (programs, one to a line)
 """Pairs of programs written by hand: one edit each, of the kinds that people make."""
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def unused(x):
 def program():
     return {"fun": step, "args": ({"w": jnp.ones((4, 4))}, jnp.ones((2, 4)))}
 ''',
-        "helpers.py": '''\
+        "helpers.py": """\
 import jax.numpy as jnp
 
 
@@ -110,15 +111,15 @@ def scale_by(x, factor):
 
 def not_called(x):
     return x - 3
-''',
+""",
         "package/__init__.py": "",
-        "package/layers.py": '''\
+        "package/layers.py": """\
 from .inner.ops import matmul
 
 
 def dense(w, x):
     return matmul(x, w)
-''',
+""",
         "package/inner/__init__.py": "",
         "package/inner/ops.py": "def matmul(a, b):\n    return a @ b\n",
         "package/inner/constants.py": "OFFSET = 0.5\nUNUSED = 1\n",

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The files of one program (`main.py` holds `program()`), and how to run it (see `fp_child`)."""
+    """The files of a program (`main.py` holds `program()`), and how `fp_child` runs it."""
 
     files: dict[str, str]
     mode: str = "plain"

@@ -31,7 +31,7 @@ _ATTRIBUTES = {
     "mean": "sum", "max": "min", "min": "max", "maximum": "minimum", "minimum": "maximum",
     "add": "subtract", "sub": "add", "mul": "add", "log1p": "expm1", "expm1": "log1p",
     "logaddexp": "maximum", "zeros_like": "ones_like", "ones_like": "zeros_like", "zeros": "ones",
-    "ones": "zeros", "sin": "cos", "abs": "square", "rsqrt": "sqrt", "where": "where", "erf": "tanh",
+    "ones": "zeros", "sin": "cos", "abs": "square", "rsqrt": "sqrt", "erf": "tanh",
     "div": "mul", "reciprocal": "square", "pow": "multiply", "float32": "int32",
 }  # fmt: skip
 
@@ -132,5 +132,7 @@ def mutants(text: str, names: Collection[str], count: int, seed: int) -> list[Mu
         line = getattr(node, "lineno", 0)
         what = _change(node)
         if what is not None:
-            found.append(Mutant(ast.unparse(ast.fix_missing_locations(changed)), f"line {line}: {what}"))
+            found.append(
+                Mutant(ast.unparse(ast.fix_missing_locations(changed)), f"line {line}: {what}")
+            )
     return found

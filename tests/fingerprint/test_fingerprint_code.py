@@ -76,7 +76,9 @@ def test_a_docstring_added_changes_nothing_even_behind_many_constants():
 
 
 def test_a_nested_class_is_the_same_on_other_lines_and_with_another_docstring():
-    text = "def f():\n    class C:\n        '''{}'''\n        def g(self): self.a = 1\n    return C\n"
+    text = (
+        "def f():\n    class C:\n        '''{}'''\n        def g(self): self.a = 1\n    return C\n"
+    )
     assert describe(text.format("a")) == describe("\n\n" + text.format("b"))
 
 
@@ -91,7 +93,9 @@ def test_every_mutant_of_the_function_is_seen():
     assert len(found) >= 20
     texts = [_FUNCTION, *(mutant.text for mutant in found)]
     descriptions = [describe(text) for text in texts]
-    for (one, first), (two, second) in itertools.combinations(zip(texts, descriptions, strict=True), 2):
+    for (one, first), (two, second) in itertools.combinations(
+        zip(texts, descriptions, strict=True), 2
+    ):
         if ast.dump(ast.parse(one)) != ast.dump(ast.parse(two)):
             assert first != second
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import fp_corpus_edits
 import fp_corpus_mutants
+import fp_corpus_tricks
 import fp_harness
 import pytest
 from fp_harness import Pair, Program, Verdict
@@ -20,6 +21,7 @@ def verdicts(tmp_path_factory) -> dict[str, list[Verdict]]:
     """All pairs, judged in two child processes (about a minute)."""
     groups: dict[str, list[Pair]] = {
         "edits": list(fp_corpus_edits.pairs()),
+        "tricks": list(fp_corpus_tricks.pairs()),
         "mutants": list(fp_corpus_mutants.pairs(_MUTATION_SEED)),
         "running": [pair for both in fp_corpus_edits.running_pairs() for pair in both],
     }
@@ -43,19 +45,20 @@ def test_no_two_different_programs_are_judged_the_same(verdicts):
 
 def test_the_corpus_is_large_and_at_least_half_of_it_are_mutants(verdicts):
     counts = {name: len(_valid(group)) for name, group in verdicts.items()}
-    assert sum(counts.values()) >= 300
-    assert counts["mutants"] >= counts["edits"]
+    assert sum(counts.values()) >= 500
+    assert counts["mutants"] >= sum(counts.values()) / 2
     real_changes = sum(not v.same_program for v in _valid(verdicts["mutants"]))
-    assert real_changes >= 60, "too few mutants are other programs to prove anything"
+    assert real_changes >= 120, "too few mutants are other programs to prove anything"
 
 
 def test_every_program_written_by_hand_runs(verdicts):
-    broken = [v for v in verdicts["edits"] + verdicts["running"] if v.error]
+    broken = [v for v in verdicts["edits"] + verdicts["tricks"] + verdicts["running"] if v.error]
     assert not broken, broken[0].pair.name + broken[0].error
 
 
 def test_the_edits_written_by_hand_are_what_they_say(verdicts):
-    wrong = [v.pair.name for v in verdicts["edits"] if v.same_program != v.pair.harmless]
+    written = verdicts["edits"] + verdicts["tricks"]
+    wrong = [v.pair.name for v in written if v.same_program != v.pair.harmless]
     assert wrong == []
 
 

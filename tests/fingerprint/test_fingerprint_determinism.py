@@ -1,4 +1,4 @@
-"""The same code has the same digest in every process, folder and hash seed, run as a script or not."""
+"""The same code has the same digest in every process, folder and hash seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import fp_corpus_edits
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-_PROGRAMS = {"helpers": fp_corpus_edits._STEP, "linen": fp_corpus_edits._LINEN, "nnx": fp_corpus_edits._NNX}  # fmt: skip
+_PROGRAMS = {
+    "helpers": fp_corpus_edits._STEP,
+    "linen": fp_corpus_edits._LINEN,
+    "nnx": fp_corpus_edits._NNX,
+}
 _PRINT = """
 
 def print_fingerprint():
@@ -47,7 +51,10 @@ def test_digests_do_not_depend_on_process_seed_folder_or_how_the_program_is_run(
     here, there = tmp_path / "here", tmp_path / "there/and/far"
     write(here, files)
     write(there, files, "renamed.py")
-    commented = {n: "# a comment\n\n\n" + text.replace("\n\n\n", "\n\n# more\n\n\n") for n, text in files.items()}  # fmt: skip
+    commented = {
+        name: "# a comment\n\n\n" + text.replace("\n\n\n", "\n\n# more\n\n\n")
+        for name, text in files.items()
+    }
     write(tmp_path / "commented", commented)
     outputs = {
         "script": run(here, "main.py", PYTHONHASHSEED="1"),

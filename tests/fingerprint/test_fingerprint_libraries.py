@@ -130,7 +130,11 @@ def test_a_patched_library_is_another_fingerprint(f, monkeypatch, holder, name, 
     """Whether the function uses the patched part is not known, so it always counts."""
     before = digest(f)
     monkeypatch.setattr(holder, name, value)
-    path = f"{holder.__module__}.{holder.__qualname__}" if isinstance(holder, type) else holder.__name__
+    path = (
+        f"{holder.__module__}.{holder.__qualname__}"
+        if isinstance(holder, type)
+        else holder.__name__
+    )
     assert f"{path}.{name}" in [where for where, _ in patches.find_patches()[0]]
     assert fingerprint_function(f).digest != before
     monkeypatch.undo()
@@ -203,7 +207,9 @@ def test_bindings_survive_modules_with_many_names():
 
 
 def test_global_assignments_inside_functions_are_found():
-    code = compile("K = None\ndef f():\n    def g():\n        global K\n        K = 1\n", "m", "exec")
+    code = compile(
+        "K = None\ndef f():\n    def g():\n        global K\n        K = 1\n", "m", "exec"
+    )
     assert bindings.stores_global(code, "K")
     assert not bindings.stores_global(code, "f")
     assert isinstance(code, types.CodeType)

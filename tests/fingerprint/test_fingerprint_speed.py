@@ -55,7 +55,8 @@ def step(state, tokens):
 def init(key):
     model = Model()
     params = model.init({"params": key, "dropout": key}, jnp.zeros((2, 8), "int32"))["params"]
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 90)))
+    schedule = optax.cosine_decay_schedule(1e-3, 90)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     return State.create(apply_fn=model.apply, params=params, tx=tx, key=key)
 
 
@@ -73,7 +74,7 @@ print(len(jax.tree.leaves(state)), seconds[0], min(seconds[1:]))
 
 @pytest.fixture(scope="module")
 def measured() -> tuple[float, float]:
-    """(first, best later) CPU seconds in a fresh process; the process is tried up to three times."""
+    """(first, best later) CPU seconds, the least of three fresh processes."""
     best = (float("inf"), float("inf"))
     for _ in range(3):
         output = subprocess.run(
@@ -90,5 +91,5 @@ def test_a_step_of_a_24_layer_transformer_takes_less_than_20_ms(measured):
 
 
 def test_the_first_fingerprint_of_a_process_looks_at_libraries_once(measured):
-    """150 ms on an idle core for what is done once, and 20 ms for the step; busy cores get slower."""
+    """About 0.2 s on an idle core, nearly all of it done once; busy cores are slower."""
     assert measured[0] < 0.340

@@ -82,7 +82,9 @@ def test_a_value_that_code_uses_counts(load, before, after):
 
 def test_values_nobody_names_do_not_count(load):
     use = "\ndef f(x): return x * C.used"
-    assert same(load, "class C:\n used = 1\n unused = 1" + use, "class C:\n used = 1\n unused = 2" + use)
+    assert same(
+        load, "class C:\n used = 1\n unused = 1" + use, "class C:\n used = 1\n unused = 2" + use
+    )
 
 
 def test_computed_names_make_every_attribute_count(load):
@@ -96,7 +98,9 @@ def test_two_names_of_one_list_are_not_two_lists(load):
 
 
 def test_a_value_may_contain_itself(load):
-    assert same(load, "K = []\nK.append(K)\ndef f(x): return K", "K = []\nK.append(K)\ndef f(x): return K")
+    assert same(
+        load, "K = []\nK.append(K)\ndef f(x): return K", "K = []\nK.append(K)\ndef f(x): return K"
+    )
 
 
 def test_a_set_of_strings_is_the_same_in_any_order(load):
@@ -129,7 +133,10 @@ def test_an_array_changed_in_place_is_another_value(load):
         ("def f(x): return f.__code__.co_firstlineno", "looks up __code__ [program.f]"),
         ("G = (i for i in [1])\ndef f(x): return next(G)", "extension class builtins.generator"),
         ("import itertools\nG = itertools.count()\ndef f(x): return next(G)", "itertools.count"),
-        ("import contextvars\nV = contextvars.ContextVar('v')\ndef f(x): return V.get()", "ContextVar"),
+        (
+            "import contextvars\nV = contextvars.ContextVar('v')\ndef f(x): return V.get()",
+            "ContextVar",
+        ),
         ("D = jax.devices()[0]\ndef f(x): return jax.device_put(x, D)", "a device [program.f]"),
         ("def f(x):\n import nowhere\n return x", "imports nowhere, which is not loaded yet"),
         ("def f(x):\n import numpy as n\n return x * n.random.normal()", "uses numpy.random"),
@@ -185,12 +192,14 @@ def test_a_constructor_counts_where_code_calls_it(load):
 
 
 def test_a_constructor_counts_where_code_takes_the_class_of_an_object(load):
-    text = "class C:\n def __init__(self): self.v = {}\nc = C()\nc.v = 0\ndef f(x): return type(c)().v"
+    text = (
+        "class C:\n def __init__(self): self.v = {}\nc = C()\nc.v = 0\ndef f(x): return type(c)().v"
+    )
     assert not same(load, text.format(1), text.format(2))
 
 
 def test_names_that_library_code_looks_up_count_without_being_named(load):
-    """An optimizer of the user's is called by a library: `update` occurs in no code of the user's."""
+    """A library calls an optimizer of the user's: `update` occurs in no code of the user's."""
     text = """
     from flax.training import train_state
     class Optimizer:
@@ -240,7 +249,9 @@ def test_the_structure_of_arguments_counts(load):
     assert decided(f, 1.0, 2) != decided(f, 1.0, n=2)
 
 
-@pytest.mark.parametrize("options", [{"static_argnums": 1}, {"static_argnums": (-1,)}, {"static_argnames": "n"}])
+@pytest.mark.parametrize(
+    "options", [{"static_argnums": 1}, {"static_argnums": (-1,)}, {"static_argnames": "n"}]
+)
 def test_static_arguments_count_by_value(load, options):
     f = plain(load)
     assert decided(f, 1.0, 2, options=options) != decided(f, 1.0, 3, options=options)
@@ -281,8 +292,8 @@ def test_a_function_wrapped_by_this_package_is_the_function(load, monkeypatch):
     import types
 
     wrapper = types.ModuleType("orbax_aot.functions_probe")
-    exec("class Wrapper:\n def __init__(self, f): self.__wrapped__ = f\n def __call__(self, *a): pass",
-         vars(wrapper))  # fmt: skip
+    source = "class Wrapper:\n def __init__(self, f): self.__wrapped__ = f"
+    exec(source, vars(wrapper))
     monkeypatch.setitem(sys.modules, wrapper.__name__, wrapper)
     digests = {}
     for factor in (2, 2.0, 3):

@@ -73,6 +73,18 @@ def test_commitment_does_not_count_on_one_device(device, options):
     assert digest(fun, *plain, **options) == digest(fun, *committed, **options)
 
 
+@pytest.mark.parametrize("returned", [False, True])
+def test_commitment_of_random_keys_does_not_count_on_one_device(returned):
+    def fun(key):
+        numbers = jax.random.normal(key, (3,)), jax.random.uniform(jax.random.fold_in(key, 1))
+        return (key, numbers) if returned else numbers
+
+    key = jax.random.key(0)
+    committed = jax.device_put(key, DEVICES[1])
+    assert digest(fun, key) == digest(fun, committed)
+    assert digest(fun, key) != digest(lambda key: jax.random.normal(key, (3,)), key)
+
+
 def test_commitment_of_scalars_does_not_count_on_a_mesh():
     x = jax.device_put(jnp.ones((8, 4)), on("data", "model"))
     loose = jnp.ones((), jnp.int32)

@@ -22,7 +22,24 @@ from support_case import (
 
 section = Section("Arguments and results")
 
-_DTYPES = ["bool", "int2", "int4", "int8", "int16", "int32", "uint2", "uint4", "uint8", "uint16", "uint32", "bfloat16", "float16", "float32", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "complex64"]
+_DTYPES = (
+    *(
+        "bool",
+        "int2",
+        "int4",
+        "int8",
+        "int16",
+        "int32",
+        "uint2",
+        "uint4",
+        "uint8",
+        "uint16",
+        "uint32",
+    ),
+    *("bfloat16", "float16", "float32", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("float4_e2m1fn", "complex64"),
+)
 
 
 def _add_dtype(name: str) -> None:

@@ -7,6 +7,7 @@ import gc
 import pickle
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -123,16 +124,11 @@ def test_threads_may_call_a_function_while_its_load_is_under_way(folder):
     f(np.ones(4, np.float32))
     save(folder, f=f)
     for fns in ({"f": oaot.jit(double)}, ["f"]):
-        restored, results = restore(folder, fns), []
-        threads = [
-            threading.Thread(target=lambda: results.append(restored.f(np.ones(4, np.float32))))
-            for _ in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(results) == 8 and all((r == 2).all() for r in results)
+        restored = restore(folder, fns)
+        with ThreadPoolExecutor(8) as pool:
+            x = np.ones(4, np.float32)
+            results = list(pool.map(restored.f, [x] * 8))
+        assert all((result == 2).all() for result in results)
         assert restored.report["f"].verdict is oaot.Verdict.LOADED
 
 
@@ -193,7 +189,7 @@ def test_copies_of_a_function_are_the_function_itself(folder):
     for function in (f, saved):
         assert copy.copy(function) is function
         assert copy.deepcopy({"state": [function]})["state"][0] is function
-    with pytest.raises(TypeError, match="^An Executable cannot be pickled or copied"):
+    with pytest.raises(TypeError, match=r"^An Executable cannot be pickled or copied"):
         copy.deepcopy(f.executables[0])
 
 

@@ -323,7 +323,7 @@ def test_verify_takes_a_checkpoint_directory_a_step_or_an_item(tmp_path: Path) -
             manager.wait_until_finished()
     for path in (tmp_path, tmp_path / "10", tmp_path / "10/default"):
         assert oaot.verify(path).path == str(tmp_path / "10/default/_aot/manifest.json")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(oaot.NoExecutablesError):
         oaot.verify(tmp_path / "nothing")
 
 
