@@ -15,6 +15,7 @@ import msgspec
 from absl import logging
 
 from orbax_aot import artifact as artifact_lib
+from orbax_aot import crash
 from orbax_aot import executable as executable_lib
 from orbax_aot import manifest as m
 from orbax_aot import topology, trees
@@ -448,9 +449,17 @@ class Entry:
     compiled: jax.stages.Compiled
     result: trees.Result
     order: tuple[int, ...] | None = None
+    first_run: crash.FirstRun | None = None
 
     def run(self, flat: Sequence[Any]) -> tuple[Any, Any]:
         """Returns the result and, where C++ can take over, the fast-path data for the calls to come."""
+        if self.first_run is not None and self.first_run.is_due:
+            return self.first_run.watch(
+                lambda: self._run(flat), lambda found: jax.block_until_ready(found[0])
+            )
+        return self._run(flat)
+
+    def _run(self, flat: Sequence[Any]) -> tuple[Any, Any]:
         if self.order is not None or self.result.order is not None:
             ordered = flat if self.order is None else [flat[i] for i in self.order]
             return self.result.build(dispatch.call_flat(self.compiled, ordered)), None

@@ -9,14 +9,16 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jaxlib.version
 from absl import logging
 
 from orbax_aot import agreement, multihost, trees
 from orbax_aot import artifact as artifact_lib
+from orbax_aot import crash
 from orbax_aot import functions as functions_lib
 from orbax_aot import manifest as m
 from orbax_aot import plan as plan_lib
@@ -26,8 +28,9 @@ from orbax_aot.errors import (
     CorruptArtifactError,
     IncompatibleExecutableError,
     SignatureError,
+    UntrustedArtifactError,
 )
-from orbax_aot.executable import LoadedProgram
+from orbax_aot.executable import LoadedProgram, PartiallySerialized
 from orbax_aot.report import ALARMING, FunctionReport, Reason, ReasonCode, RestoreReport, Verdict
 from orbax_aot.timeline import Timeline
 
@@ -58,8 +61,12 @@ class RestoredSignature:
         decision: plan_lib.Decision,
         devices: tuple[Any, ...],
         place: RebuildPlace,
+        probe: Callable[[], str] | None = None,
     ):
-        """`devices` are those of the decision's assignment, in order; `place` is where to rebuild otherwise."""
+        """`devices` are those of the decision's assignment, in order; `place` is where to rebuild otherwise.
+
+        `probe` tells why the executable should not be loaded here, "" where it may.
+        """
         self.owner = owner
         self.saved = saved
         self.signature = saved.signature
@@ -67,6 +74,7 @@ class RestoredSignature:
         self.decision = decision
         self.devices = devices
         self.place = place
+        self._probe = probe
         self.verdict = decision.verdict
         self.reasons = decision.reasons
         self.checked_by = ""
@@ -81,6 +89,7 @@ class RestoredSignature:
         self._programs: dict[tuple[Any, ...], LoadedProgram] = {}
         self._others: artifact_lib.Others | None = None
         self._loading: concurrent.futures.Future[None] | None = None
+        self._crash_key = ""
 
     @property
     def variant(self) -> m.Variant | None:
@@ -109,7 +118,7 @@ class RestoredSignature:
         if self.variant is not None:
             self._load()
         if self.variant is None and not self.owner.live:
-            if self.signature.portable is not None:
+            if self.saved.portable is not None:
                 self._rebuild()
             if self.verdict is Verdict.REFUSED:
                 self.owner.announce(Verdict.REFUSED, self.reasons, self.secs)
@@ -122,8 +131,10 @@ class RestoredSignature:
                 serialized = self.artifact.unpack(self.where)
             self.nbytes = len(serialized.payload)
             if not self.needs_lowering:
+                if self._probe is not None and (why := self._probe()):
+                    raise IncompatibleExecutableError(why)
                 with self.owner.timeline.span(self.where, "load"):
-                    self._programs[self.devices] = LoadedProgram.load(serialized, self.devices)
+                    self._programs[self.devices] = self._load_program(serialized, self.devices)
             self.secs = time.perf_counter() - start
             jax.monitoring.record_event_duration_secs(
                 "/jax/orbax_aot/restore/load_secs", self.secs, function=self.owner.name
@@ -131,12 +142,23 @@ class RestoredSignature:
             if self.verdict is not Verdict.PENDING:
                 self.owner.announce(self.verdict, (), self.secs)
         except Exception as e:
-            code = (
-                ReasonCode.CORRUPT
-                if isinstance(e, CorruptArtifactError)
-                else ReasonCode.LOAD_FAILED
-            )
-            self.give_up(Reason(code, _one_line(e)))
+            self.give_up(reason_of(e))
+
+    def _load_program(
+        self,
+        serialized: PartiallySerialized,
+        devices: tuple[Any, ...],
+        lowered: jax.stages.Lowered | None = None,
+    ) -> LoadedProgram:
+        """Loads the payload, unless it has ended two processes already."""
+        client = devices[0].client
+        self._crash_key = crash.key_of(
+            serialized.variant.raw_sha256, client.platform_version, jaxlib.version.__version__
+        )
+        if why := crash.find_crashes(self._crash_key):
+            raise IncompatibleExecutableError(why)
+        with crash.marked(self._crash_key):
+            return LoadedProgram.load(serialized, devices, lowered)
 
     def _rebuild(self) -> None:
         """Compiles the saved StableHLO for where it is to run here. Traces nothing of the user's."""
@@ -149,6 +171,9 @@ class RestoredSignature:
             program = portable_lib.PortableProgram.parse(self.saved.read_portable())
             if (why := self._find_other_program(program)) is not None:
                 return self.give_up(Reason(ReasonCode.CORRUPT, why))
+            if self.saved.is_confined and (calls := program.outside_calls):
+                why = f"the StableHLO calls {', '.join(calls)}, and comes from no trusted source"
+                return self.give_up(Reason(ReasonCode.UNTRUSTED, why))
             donated = [i for i, leaf in enumerate(self.signature.inputs) if leaf.donated]
             one_device = program.mesh_axes is None and program.nr_devices == 1
             mesh = None if one_device else self.place.mesh
@@ -158,12 +183,7 @@ class RestoredSignature:
             code = ReasonCode.__members__.get(e.obstacle.code, ReasonCode.NEEDS_SOURCE)
             return self.give_up(Reason(code, e.obstacle.detail))
         except Exception as e:
-            code = (
-                ReasonCode.CORRUPT
-                if isinstance(e, CorruptArtifactError)
-                else ReasonCode.LOAD_FAILED
-            )
-            return self.give_up(Reason(code, _one_line(e)))
+            return self.give_up(reason_of(e))
         with self._lock:
             self._rebuilt = compiled
             self.devices = compiled_lib.devices_of(compiled)
@@ -231,7 +251,7 @@ class RestoredSignature:
                 return self._programs[devices]
             try:
                 serialized = self.artifact.unpack(self.where)
-                program = LoadedProgram.load(serialized, devices, lowered)
+                program = self._load_program(serialized, devices, lowered)
             except Exception as e:
                 self.give_up(Reason(ReasonCode.LOAD_FAILED, _one_line(e)))
                 if self.verdict is Verdict.REFUSED:
@@ -381,7 +401,8 @@ class RestoredSignature:
         variant = program.saved.variant
         committed = variant.committed or call.is_committed
         self._note_use(program)
-        return functions_lib.Entry(program.flat(committed=committed), result, order)
+        first_run = crash.FirstRun(self._crash_key)
+        return functions_lib.Entry(program.flat(committed=committed), result, order, first_run)
 
     def _note_use(self, program: LoadedProgram) -> None:
         variant = program.saved.variant
@@ -395,6 +416,8 @@ class RestoredSignature:
         """
         self.wait()
         with self._lock:
+            if self._rebuilt is not None and self.saved.is_confined:
+                return None  # saved by us, it would be trusted from then on
             if self.executable is not None and self.is_usable:
                 return self.executable
             if self._rebuilt is not None:
@@ -456,6 +479,19 @@ def _equivalent(placement: Any, expected: Any, ndim: int) -> bool:
 def _same_static(saved: Sequence[Any], here: Sequence[Any]) -> bool:
     """Compares static arguments; what JSON could not hold is left to the fingerprint of the call."""
     return _static_text(dict(saved)) == _static_text(dict(here))
+
+
+def reason_of(error: Exception) -> Reason:
+    """Returns the reason that an error while reading or loading gives."""
+    if isinstance(error, UntrustedArtifactError):
+        return Reason(ReasonCode.UNTRUSTED, str(error))
+    for kind, code in (
+        (CorruptArtifactError, ReasonCode.CORRUPT),
+        (TimeoutError, ReasonCode.TIMEOUT),
+    ):
+        if isinstance(error, kind):
+            return Reason(code, _one_line(error))
+    return Reason(ReasonCode.LOAD_FAILED, _one_line(error))
 
 
 def _listed(reasons: Sequence[Reason]) -> str:
