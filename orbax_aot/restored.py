@@ -681,7 +681,7 @@ class SavedFunction(functions_lib.DirectCall):
         if not usable:
             reasons = "; ".join(map(str, restored.report().reasons)) or "nothing was saved of it"
             raise IncompatibleExecutableError(
-                f"{restored.name}: cannot be called here: {reasons}. "
+                f"{restored.name}: cannot be called here: {reasons.removesuffix('.')}. "
                 "Pass the live function to AotRestore(fns={...}) to compile it."
             )
         args, kwargs = self._without_static(usable, args, kwargs)
