@@ -880,7 +880,7 @@ class SavedFunction(functions_lib.DirectCall):
         if not usable:
             reasons = _listed(restored.report().reasons) or "nothing was saved of it"
             raise IncompatibleExecutableError(
-                f"{restored.name}: cannot be called here: {reasons}. "
+                f"{restored.name}: cannot be called here: {reasons.removesuffix('.')}. "
                 "Pass the live function to AotRestore(fns={...}) to compile it."
             )
         has_static = any(s.signature.static for s in usable)
