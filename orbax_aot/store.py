@@ -244,7 +244,7 @@ class Store:
             self.write(name, stored)
 
     def list_files(self) -> dict[str, int]:
-        """Returns all files of the folder but the manifest and what belongs to its signature: sizes in bytes by name."""
+        """Returns the files of the folder but for the manifest and its signature: sizes in bytes by name."""
         found = {}
         folders = [self.folder]
         while folders:
