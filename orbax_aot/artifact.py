@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
+from orbax_aot import deadline, trust
 from orbax_aot import manifest as m
 from orbax_aot import store as store_lib
-from orbax_aot.errors import CorruptArtifactError
+from orbax_aot.errors import CorruptArtifactError, UntrustedArtifactError
 from orbax_aot.executable import PartiallySerialized
 
 _PORTABLE = "portable.stablehlo.zst"
@@ -51,24 +52,16 @@ class Artifact:
 
     def named_by_content(self) -> Artifact:
         """Returns the artifact with file names that tell apart what differs, for a folder that holds others already."""
-        variants = [
-            msgspec.structs.replace(v, file=f"{v.sha256[:16]}{_VARIANT}")
-            for v in self.signature.variants
-        ]
-        files = {
-            new.file: self.files[old.file]
-            for old, new in zip(self.signature.variants, variants, strict=True)
-        }
-        files.update({f.file: self.files[f.file] for v in variants for f in v.shared})
+        names = {v.file: f"{v.sha256[:16]}{_VARIANT}" for v in self.signature.variants}
+        variants = tuple(
+            msgspec.structs.replace(v, file=names[v.file]) for v in self.signature.variants
+        )
         portable = self.signature.portable
         if portable is not None:
-            name = f"{portable.sha256[:16]}.stablehlo.zst"
-            files[name] = self.files[portable.file]
-            files.update({cut.file: self.files[cut.file] for cut in portable.cuts})
-            portable = msgspec.structs.replace(portable, file=name)
-        signature = msgspec.structs.replace(
-            self.signature, variants=tuple(variants), portable=portable
-        )
+            names[portable.file] = f"{portable.sha256[:16]}.stablehlo.zst"
+            portable = msgspec.structs.replace(portable, file=names[portable.file])
+        signature = msgspec.structs.replace(self.signature, variants=variants, portable=portable)
+        files = {names.get(name, name): stored for name, stored in self.files.items()}
         return Artifact(signature, self.body, files)
 
     def with_portable(
@@ -111,12 +104,12 @@ class Artifact:
         tables = m.Tables()
         own = tables.adopt_signature(self.signature, self.body)
         theirs = tables.adopt_signature(other.signature, other.body)
-        places = [_place_of(v) for v in own.variants]
+        places = [place_of(v) for v in own.variants]
         files = {k: v for k, v in self.files.items() if not k.endswith(_VARIANT)}
         variants = []
         for source, variant in (
             *((self, v) for v in own.variants),
-            *((other, v) for v in theirs.variants if _place_of(v) not in places),
+            *((other, v) for v in theirs.variants if place_of(v) not in places),
         ):
             name = f"{len(variants)}{_VARIANT}"
             files[name] = source.files[variant.file]
@@ -136,7 +129,7 @@ class Artifact:
         return PartiallySerialized(self.signature, self.body, payload, constants)
 
 
-def _place_of(variant: m.Variant) -> tuple[Any, ...]:
+def place_of(variant: m.Variant) -> tuple[Any, ...]:
     """Returns what tells variants of one signature apart, whose shardings are of the same tables."""
     return variant.topology, variant.environment, variant.in_shardings, variant.out_shardings
 
@@ -191,6 +184,23 @@ class SavedSignature:
     body: m.Body
     function: m.Function
     signature: m.Signature
+    standing: trust.Standing = dataclasses.field(default_factory=trust.Standing)
+    timeout_secs: float = 600.0
+
+    @property
+    def is_confined(self) -> bool:
+        """Whether its StableHLO comes from no trusted source."""
+        return self.standing.confined
+
+    @property
+    def portable(self) -> m.Portable | None:
+        """The StableHLO, where it may be used."""
+        return None if self.standing.portable else self.signature.portable
+
+    def _read(self, name: str, file: m.File, admit: store_lib.Admit | None = None) -> bytes:
+        """Reads a stored file; a file system that hangs holds nobody back for longer than `timeout_secs`."""
+        read = lambda: self.store.read(name, file, admit)
+        return deadline.within(self.timeout_secs, read, f"reading {name}")
 
     def _name(self, file: str) -> str:
         return f"{self.function.folder}/{self.signature.folder}/{file}"
@@ -200,25 +210,31 @@ class SavedSignature:
 
         Raises:
           CorruptArtifactError: a file is missing or has another size.
+          UntrustedArtifactError: the manifest, or a file, is not trusted.
+          TimeoutError: reading takes too long.
+          OSError: a file cannot be read.
         """
+        if self.standing.native:
+            raise UntrustedArtifactError(self.standing.native)
         variant = self.signature.variants[index]
-        files = {variant.file: self.store.read(self._name(variant.file), variant)}
-        files |= {file.file: self.store.read(file.file, file) for file in variant.shared}
+        admit = self.standing.admit
+        files = {variant.file: self._read(self._name(variant.file), variant, admit)}
+        files |= {file.file: self._read(file.file, file, admit) for file in variant.shared}
         only = msgspec.structs.replace(self.signature, variants=(variant,), portable=None)
         return Artifact(only, self.body, files)
 
     def read_portable(self) -> bytes:
         """Reads the StableHLO, both digests checked. Raises `CorruptArtifactError`."""
-        portable = self.signature.portable
+        portable = self.portable
         assert portable is not None
         return _unpack_cut(self._read_portable_files(portable), portable, self._name(portable.file))
 
     def _read_portable_files(self, portable: m.Portable) -> dict[str, bytes]:
-        files = {portable.file: self.store.read(self._name(portable.file), portable)}
-        return files | {cut.file: self.store.read(cut.file, cut) for cut in portable.cuts}
+        files = {portable.file: self._read(self._name(portable.file), portable)}
+        return files | {cut.file: self._read(cut.file, cut) for cut in portable.cuts}
 
     def read_others(self, skip: int | None) -> Others:
-        """Reads what this signature has besides the variant `skip`, as far as it can still be read.
+        """Reads what this signature has besides the variant `skip`, as far as it can still be read and is trusted.
 
         The step it came from may have been deleted since; then what is at hand is all there is.
         """
@@ -228,10 +244,10 @@ class SavedSignature:
                 try:
                     other = self.read_variant(index)
                     other.unpack(self._name(other.variant.file))
-                except (CorruptArtifactError, OSError):
+                except (CorruptArtifactError, UntrustedArtifactError, OSError):
                     continue
                 variants.append(other)
-        portable, absent = self.signature.portable, self.signature.portable_absent
+        portable, absent = self.portable, self.signature.portable_absent
         files: dict[str, bytes] = {}
         if portable is not None:
             try:

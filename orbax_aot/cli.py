@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import click
 import msgspec
@@ -53,8 +54,8 @@ def main() -> None:
     PATH is a checkpoint root (its latest step is taken), a step, or an item of a step.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError):
-            cast(Any, stream).reconfigure(errors="replace")  # a terminal that lacks a character gets a "?"
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character gets a "?"
 
 
 @contextlib.contextmanager

@@ -68,12 +68,13 @@ def _latest_step(path: epath.Path) -> epath.Path:
     """Returns the committed step of the highest number below a checkpoint root; `path` itself where it is a step."""
     if (path / _STEP_FILE).exists():
         return path
-    steps = {}
-    for child in path.iterdir():
-        match = _STEP.fullmatch(child.name)
-        if match and child.is_dir() and _is_committed(child):
-            steps[int(match[1])] = child
-    return steps[max(steps)] if steps else path
+    steps = {
+        int(match[1]): child for child in path.iterdir() if (match := _STEP.fullmatch(child.name))
+    }
+    for number in sorted(steps, reverse=True):
+        if steps[number].is_dir() and _is_committed(steps[number]):
+            return steps[number]
+    return path
 
 
 def _is_committed(step: epath.Path) -> bool:

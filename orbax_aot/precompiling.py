@@ -190,8 +190,9 @@ def _add_variant(
     function = edit.functions[name]
     signature = function.signatures[number]
     (variant,) = edit.add_files(artifact, f"{function.folder}/{signature.folder}").variants
-    place = lambda v: (v.topology, v.environment)
-    others = tuple(v for v in signature.variants if place(v) != place(variant))
+    others = tuple(
+        v for v in signature.variants if artifact_lib.place_of(v) != artifact_lib.place_of(variant)
+    )
     signatures = list(function.signatures)
     signatures[number] = msgspec.structs.replace(signature, variants=(*others, variant))
     edit.functions[name] = msgspec.structs.replace(function, signatures=tuple(signatures))

@@ -275,7 +275,7 @@ def _variant(branch: Tree, number: int, variant: m.Variant, in_full: bool) -> No
         node.add(Text(plain(f"cost: {', '.join(facts)}")))
     if variant.memory:
         facts = [f"{name} {size(value)}" for name, value in variant.memory.items() if value]
-        node.add(Text(plain(f"memory on each device: {', '.join(facts) or 'none'}")))
+        node.add(Text(plain(f"memory per device: {', '.join(facts) or 'none'}")))
     for title, settings in (
         ("XLA flags", environment.xla_flags),
         ("compiler options", environment.options),

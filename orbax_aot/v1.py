@@ -209,7 +209,9 @@ async def _finish(
 ) -> Restored:
     if state is None:
         return Restored(None, restoring.finish())
-    return Restored(restoring.give_weak_types(await state), restoring.finish())
+    with restoring.timeline.span("state", "weights"):
+        found = await state
+    return Restored(restoring.give_weak_types(found), restoring.finish())
 
 
 def _name_as(handler: type, v0_handler: Any) -> None:

@@ -271,7 +271,7 @@ def test_a_reader_sees_the_old_or_the_new_step_whole_while_it_is_changed(root):
                 store = store_lib.Store(root / "2/default")
                 body = store.read_manifest().body
                 for name, file in m.files_of(body).items():
-                    store_lib.unpack(store.read(name, file), file, name)
+                    assert store_lib.digest(store.read(name, file)) == file.sha256, name
                 seen.add(body.functions["double"].signatures[0].program)
             except Exception as e:
                 problems.append(e)

@@ -194,3 +194,24 @@ def test_a_newer_format_is_told(item):
     result = support.run("inspect", str(item))
     assert result.exit_code == 0
     assert "format 2.0, which this version (format 1.0) cannot read." in result.output
+
+
+_V1 = """
+import pathlib, sys
+import cli_checkpoint as saved, orbax_aot as oaot, orbax_aot.v1 as oaot_v1
+root = pathlib.Path(sys.argv[1])
+state, _ = saved.arguments(saved.make_mesh())
+fns = saved.functions()
+oaot_v1.ocp.save_checkpointables(root / "with", {"state": oaot_v1.AotSave(state, fns=fns)})
+print(sorted(oaot.inspect(root / "with").functions))
+oaot_v1.ocp.save_checkpointables(root / "plain", {"state": state})
+oaot.attach(root / "plain", {"double": fns["double"]})
+with_fns = {"state": oaot_v1.AotRestore(fns=["double"])}
+loaded = oaot_v1.ocp.load_checkpointables(root / "plain", with_fns)["state"]
+print(loaded.fns.report["double"].verdict)
+"""
+
+
+def test_what_the_newer_orbax_api_saved_is_found_and_can_be_added_to(tmp_path):
+    done = support.run_python("-c", _V1, str(tmp_path))
+    assert done.stdout == "['calls_back', 'double', 'train_step']\nLOADED\n", done.stderr

@@ -91,5 +91,5 @@ def test_a_step_of_a_24_layer_transformer_takes_less_than_20_ms(measured):
 
 
 def test_the_first_fingerprint_of_a_process_looks_at_libraries_once(measured):
-    """150 ms on an idle core for what is done once, 20 ms for the step; busy cores are slower."""
+    """About 0.2 s on an idle core, nearly all of it done once; busy cores are slower."""
     assert measured[0] < 0.340
