@@ -310,7 +310,7 @@ def prune(
     "topologies",
     multiple=True,
     metavar="NAME",
-    help="As cpu:8 or v5e:2x4; may be repeated.",
+    help="As cpu:8, v5e:2x4 or cuda:FILE:8; may be repeated.",
 )
 @_functions
 @_mesh
@@ -326,8 +326,9 @@ def precompile(
 ) -> None:
     """Add executables for machines that are not here, from the saved StableHLO.
 
-    TPU topologies need libtpu (pip install 'orbax-aot[tpu-compile]'), and StableHLO that was saved for them by
-    AotSave(portable=("cpu", "tpu")).
+    TPU topologies need libtpu (pip install 'orbax-aot[tpu-compile]'), GPUs JAX's CUDA plugin and a file that
+    describes them (cuda:h100.txtpb:8). The StableHLO must be saved for them, as by
+    AotSave(portable=("cpu", "tpu", "cuda")).
 
     Exit code: 0 all were compiled; 3 some could not be.
     """
