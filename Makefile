@@ -7,7 +7,7 @@ PYTEST_ARGS ?= -n 2 --dist loadgroup
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-topologies test-gpu-topologies lint format types clean
+.PHONY: help install demo test test-topologies test-gpu-topologies support lint format types clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -30,6 +30,9 @@ demo: $(VENV)/.installed-test  ## Train, kill, restart on the same and on other 
 
 test: $(VENV)/.installed-test  ## Run the tests; TESTS=path or PYTEST_ARGS=... choose which and how.
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
+
+support: $(VENV)/.installed-test  ## Renew docs/support.md: what a checkpoint can carry under this JAX.
+	PYTHONPATH=. $(BIN)/python tests/support/support_matrix.py
 
 # Beside the environment, not in it: with libtpu installed, JAX looks for TPUs at every start.
 $(VENV)/libtpu: $(VENV)/.installed-test

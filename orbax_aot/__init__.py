@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from orbax_aot.precompiling import Precompiled, UnknownTopologyError, precompile
     from orbax_aot.report import FunctionReport, Reason, ReasonCode, RestoreReport, Verdict
     from orbax_aot.restored import RestoredFunctions, SavedFunction
+    from orbax_aot.signing import sign, verify
+    from orbax_aot.trust import Trust
     from orbax_aot.version import __version__
 
 _HOMES = {
@@ -67,6 +69,8 @@ _HOMES = {
     "precompiling": "Precompiled UnknownTopologyError precompile",
     "report": "FunctionReport Reason ReasonCode RestoreReport Verdict",
     "restored": "RestoredFunctions SavedFunction",
+    "signing": "sign verify",
+    "trust": "Trust",
     "version": "__version__",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
+from orbax_aot import deadline, trust
 from orbax_aot import manifest as m
 from orbax_aot import store as store_lib
-from orbax_aot.errors import CorruptArtifactError
+from orbax_aot.errors import CorruptArtifactError, UntrustedArtifactError
 from orbax_aot.executable import PartiallySerialized
 
 _PORTABLE = "portable.stablehlo.zst"
@@ -183,6 +184,23 @@ class SavedSignature:
     body: m.Body
     function: m.Function
     signature: m.Signature
+    standing: trust.Standing = dataclasses.field(default_factory=trust.Standing)
+    timeout_secs: float = 600.0
+
+    @property
+    def is_confined(self) -> bool:
+        """Whether its StableHLO comes from no trusted source."""
+        return self.standing.confined
+
+    @property
+    def portable(self) -> m.Portable | None:
+        """The StableHLO, where it may be used."""
+        return None if self.standing.portable else self.signature.portable
+
+    def _read(self, name: str, file: m.File, admit: store_lib.Admit | None = None) -> bytes:
+        """Reads a stored file; a file system that hangs holds nobody back for longer than `timeout_secs`."""
+        read = lambda: self.store.read(name, file, admit)
+        return deadline.within(self.timeout_secs, read, f"reading {name}")
 
     def _name(self, file: str) -> str:
         return f"{self.function.folder}/{self.signature.folder}/{file}"
@@ -192,25 +210,31 @@ class SavedSignature:
 
         Raises:
           CorruptArtifactError: a file is missing or has another size.
+          UntrustedArtifactError: the manifest, or a file, is not trusted.
+          TimeoutError: reading takes too long.
+          OSError: a file cannot be read.
         """
+        if self.standing.native:
+            raise UntrustedArtifactError(self.standing.native)
         variant = self.signature.variants[index]
-        files = {variant.file: self.store.read(self._name(variant.file), variant)}
-        files |= {file.file: self.store.read(file.file, file) for file in variant.shared}
+        admit = self.standing.admit
+        files = {variant.file: self._read(self._name(variant.file), variant, admit)}
+        files |= {file.file: self._read(file.file, file, admit) for file in variant.shared}
         only = msgspec.structs.replace(self.signature, variants=(variant,), portable=None)
         return Artifact(only, self.body, files)
 
     def read_portable(self) -> bytes:
         """Reads the StableHLO, both digests checked. Raises `CorruptArtifactError`."""
-        portable = self.signature.portable
+        portable = self.portable
         assert portable is not None
         return _unpack_cut(self._read_portable_files(portable), portable, self._name(portable.file))
 
     def _read_portable_files(self, portable: m.Portable) -> dict[str, bytes]:
-        files = {portable.file: self.store.read(self._name(portable.file), portable)}
-        return files | {cut.file: self.store.read(cut.file, cut) for cut in portable.cuts}
+        files = {portable.file: self._read(self._name(portable.file), portable)}
+        return files | {cut.file: self._read(cut.file, cut) for cut in portable.cuts}
 
     def read_others(self, skip: int | None) -> Others:
-        """Reads what this signature has besides the variant `skip`, as far as it can still be read.
+        """Reads what this signature has besides the variant `skip`, as far as it can still be read and is trusted.
 
         The step it came from may have been deleted since; then what is at hand is all there is.
         """
@@ -220,10 +244,10 @@ class SavedSignature:
                 try:
                     other = self.read_variant(index)
                     other.unpack(self._name(other.variant.file))
-                except (CorruptArtifactError, OSError):
+                except (CorruptArtifactError, UntrustedArtifactError, OSError):
                     continue
                 variants.append(other)
-        portable, absent = self.signature.portable, self.signature.portable_absent
+        portable, absent = self.portable, self.signature.portable_absent
         files: dict[str, bytes] = {}
         if portable is not None:
             try:

@@ -15,9 +15,9 @@ import msgspec
 from absl import logging
 
 from orbax_aot import artifact as artifact_lib
+from orbax_aot import crash, topology, trees
 from orbax_aot import executable as executable_lib
 from orbax_aot import manifest as m
-from orbax_aot import topology, trees
 from orbax_aot._jax import compiled as compiled_lib
 from orbax_aot._jax import config as config_lib
 from orbax_aot._jax import context as context_lib
@@ -69,6 +69,33 @@ def compile(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
       UnsupportedFunctionError: `fun` is no function, or one that is compiled already.
     """
     return as_aot_function(fun).compile(*args, **kwargs)
+
+
+def require_pure(fun: Any) -> None:
+    """Raises `UnsupportedFunctionError` for what `nnx.jit` returns, with the pattern to use instead.
+
+    Under jit it runs, but what it writes into the modules it is given is lost without a word.
+    """
+    kind = type(fun)
+    if kind.__module__.startswith("flax.nnx") and hasattr(fun, "jitted_fn"):
+        raise UnsupportedFunctionError(
+            f"Unsupported type: {kind.__module__}.{kind.__qualname__}. What nnx.jit returns writes into the modules it "
+            f"is given, which a stored executable cannot. {_NNX_PATTERN}"
+        )
+
+
+_NNX_PATTERN = """Jit a function of their state instead:
+
+    graph, state = nnx.split((model, optimizer))
+
+    @oaot.jit
+    def step(state, batch):
+        model, optimizer = nnx.merge(graph, state)
+        loss = train(model, optimizer, batch)  # the function given to nnx.jit
+        return nnx.state((model, optimizer)), loss
+
+    state, loss = step(state, batch)
+    nnx.update((model, optimizer), state)  # where the modules themselves are needed"""
 
 
 def as_aot_function(fun: Any) -> AotFunction:
@@ -421,9 +448,17 @@ class Entry:
     compiled: jax.stages.Compiled
     result: trees.Result
     order: tuple[int, ...] | None = None
+    first_run: crash.FirstRun | None = None
 
     def run(self, flat: Sequence[Any]) -> tuple[Any, Any]:
         """Returns the result and, where C++ can take over, the fast-path data for the calls to come."""
+        if self.first_run is not None and self.first_run.is_due:
+            return self.first_run.watch(
+                lambda: self._run(flat), lambda found: jax.block_until_ready(found[0])
+            )
+        return self._run(flat)
+
+    def _run(self, flat: Sequence[Any]) -> tuple[Any, Any]:
         if self.order is not None or self.result.order is not None:
             ordered = flat if self.order is None else [flat[i] for i in self.order]
             return self.result.build(dispatch.call_flat(self.compiled, ordered)), None
@@ -485,6 +520,7 @@ class AotFunction(DirectCall):
             fun = fun._given
         if isinstance(fun, jax.stages.Compiled | jax.stages.Lowered | Executable):
             raise UnsupportedFunctionError("Cannot lower a compiled jit function.")
+        require_pure(fun)
         if isinstance(fun, staticmethod | classmethod) or not callable(fun):
             raise UnsupportedFunctionError(
                 f"Unsupported type: {type(fun).__module__}.{type(fun).__qualname__}. "

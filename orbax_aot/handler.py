@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import weakref
@@ -20,6 +21,7 @@ from orbax_aot import restoring as restoring_lib
 from orbax_aot import saving as saving_lib
 from orbax_aot import store as store_lib
 from orbax_aot import topology
+from orbax_aot import trust as trust_lib
 
 _VERIFY = ("code", "program", "signature")
 _ON_MISMATCH = ("recompile", "raise")
@@ -44,17 +46,25 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         self,
         state_handler: ocp.CheckpointHandler | None = None,
         *,
+        trust: trust_lib.Trust | None = None,
         timeout_secs: float = 600.0,
+        probe: bool = False,
     ):
         """Makes a handler.
 
         Args:
           state_handler: stores the state; `StandardCheckpointHandler` unless given.
+          trust: whose executables are loaded; `Trust.owner()` unless given. With a private key, saves are signed.
           timeout_secs: seconds after which the executable part of a save is dropped, with the reason `TIMEOUT`, and
-            the step commits without it; also how long the processes of a job wait for each other in a restore.
+            the step commits without it; also how long a restore waits for the manifest, and the processes of a job
+            for each other.
+          probe: try executables in a child process before they are loaded here; for jobs of one process, on devices
+            that a child can open. Costs the start of a process.
         """
         self._state_handler: Any = state_handler or ocp.StandardCheckpointHandler()
+        self._trust = trust or trust_lib.Trust.owner()
         self._timeout_secs = timeout_secs
+        self._probe = probe
         self._json_handler = ocp.JsonCheckpointHandler()
         self._saves_state = True
         self._restored: weakref.WeakSet[restored_lib.RestoredFunction] = weakref.WeakSet()
@@ -74,7 +84,10 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         if isinstance(handler, ocp.AsyncCheckpointHandler):
             futures = list(await handler.async_save(directory, args=handler_args) or [])
         else:
-            handler.save(directory, args=handler_args)
+            # Orbax makes the folder meanwhile. This blocks training, as handlers that are not asynchronous do.
+            future.CommitFutureAwaitingContractedSignals(
+                asyncio.to_thread(handler.save, directory, args=handler_args)
+            ).result()
             futures = []
         if snapshot is not None:
             futures.append(
@@ -119,9 +132,10 @@ class AotHandler(ocp.AsyncCheckpointHandler):
             logging.exception("orbax_aot: no executables in this save; the state is saved.")
 
     def finalize(self, directory: epath.Path) -> None:
-        """Passes on to the wrapped handler, where there is a state."""
+        """Passes on to the wrapped handler, where there is a state; then signs, which takes the state's own index."""
         if restoring_lib.has_state(directory):
             self._state_handler.finalize(directory)
+        saving_lib.sign(store_lib.Store(directory), self._trust, self._timeout_secs)
 
     def close(self) -> None:
         self._state_handler.close()
@@ -149,7 +163,9 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         """
         args = args or AotRestore()
         directory = epath.Path(directory)
-        restoring = restoring_lib.begin(directory, args, self._timeout_secs)
+        restoring = restoring_lib.begin(
+            directory, args, self._timeout_secs, trust=self._trust, probe=self._probe
+        )
         if args.on_mismatch == "raise":
             restoring.require_fit()
         state = self._restore_state(directory, args, restoring)
@@ -266,6 +282,7 @@ class AotRestore(ocp.args.CheckpointArgs):
                         f"AotRestore(fns={{{name!r}: ...}}) takes a function, jitted function or AotFunction; "
                         f"got {type(fn).__name__}."
                     )
+                functions_lib.require_pure(fn)
                 if isinstance(fn, functions_lib.Executable | jax.stages.Compiled):
                     raise TypeError(
                         f"AotRestore(fns={{{name!r}: ...}}): a compiled function is no live function; pass the "

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from orbax_aot import strict_json
 from orbax_aot.errors import CorruptArtifactError
 
 FORMAT = "orbax-aot"
@@ -19,9 +20,11 @@ FORMAT = "orbax-aot"
 #   [1, 0] 2026-12-01  first version
 FORMAT_VERSION = (1, 0)
 
-MAX_MANIFEST_NBYTES = 256 << 20
+MAX_MANIFEST_NBYTES = 64 << 20  # 500 arrays take 200 kB
 MAX_PAYLOAD_NBYTES = 16 << 30
 MAX_RANK = 64
+MAX_DEVICES = 1 << 20
+MAX_NAME = 4096  # characters of a function's name or of a path of keys
 
 
 class _Struct(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -275,6 +278,11 @@ class Manifest(msgspec.Struct, frozen=True):
         return self.version[0] == FORMAT_VERSION[0]
 
 
+# Made here, since this evaluates annotations: in a restore no code is compiled.
+_DOCUMENT = msgspec.json.Decoder(_Document)
+_BODY = msgspec.json.Decoder(Body)
+
+
 class Tables:
     """The meshes, shardings and layouts of a manifest while it is written, each stored once."""
 
@@ -363,10 +371,10 @@ def files_of(body: Body) -> dict[str, File]:
             folder = f"{function.folder}/{signature.folder}"
             for variant in signature.variants:
                 files[f"{folder}/{variant.file}"] = variant
-                files.update({shared.file: shared for shared in variant.shared})
+                files.update({file.file: file for file in variant.shared})
             if signature.portable is not None:
                 files[f"{folder}/{signature.portable.file}"] = signature.portable
-                files.update({cut.file: cut for cut in signature.portable.cuts})
+                files.update({file.file: file for file in signature.portable.cuts})
     return files
 
 
@@ -389,13 +397,21 @@ def rebuilt(body: Body, functions: Mapping[str, Function], tables: Tables) -> Bo
 
 
 def encode(body: Body) -> bytes:
-    """Returns the bytes of `manifest.json` for `body`."""
+    """Returns the bytes of `manifest.json` for `body`.
+
+    Raises:
+      ValueError: they could not be read again.
+    """
     text = msgspec.json.encode(body)
     digest = hashlib.sha256(text).hexdigest()
     document = _Document(
         format=FORMAT, version=FORMAT_VERSION, sha256=digest, body=msgspec.Raw(text)
     )
-    return msgspec.json.encode(document)
+    data = msgspec.json.encode(document)
+    if len(data) > MAX_MANIFEST_NBYTES:
+        raise ValueError(f"a manifest of {len(data)} bytes; at most {MAX_MANIFEST_NBYTES} are read")
+    decode(data)  # what could not be read, for its depth or for a number, is better not written
+    return data
 
 
 def decode(data: bytes, path: str = "manifest.json") -> Manifest:
@@ -408,29 +424,38 @@ def decode(data: bytes, path: str = "manifest.json") -> Manifest:
       CorruptArtifactError: what was found does not have the form of a manifest or does not match its digest; the
         message has the path and the JSON path.
     """
+    document = _decode_document(data, path)
+    if document.version[0] != FORMAT_VERSION[0]:
+        return Manifest(version=document.version, body=Body(), path=path)
     try:
-        document = msgspec.json.decode(data, type=_Document)
+        strict_json.require(data)
+        body = _BODY.decode(document.body)
+    except (msgspec.DecodeError, RecursionError, strict_json.StrictJsonError) as e:
+        why = str(e)
+        if isinstance(e, msgspec.DecodeError):  # its paths begin in the body
+            why = why.replace("`$", "`$.body")
+        raise CorruptArtifactError(f"{path}: {why}. Save this step again.") from e
+    _check_references(body, path)
+    return Manifest(version=document.version, body=body, path=path)
+
+
+def _decode_document(data: bytes, path: str) -> _Document:
+    """Reads the outermost level and compares the digest; looks no further into the body."""
+    try:
+        document = _DOCUMENT.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise CorruptArtifactError(f"{path}: not a manifest: {e}. Save this step again.") from e
     if document.format != FORMAT:
         raise CorruptArtifactError(
             f"{path}: expected format {FORMAT!r}, found {document.format[:40]!r}."
         )
-    text = bytes(document.body)
-    digest = hashlib.sha256(text).hexdigest()
+    digest = hashlib.sha256(document.body).hexdigest()
     if digest != document.sha256:
         raise CorruptArtifactError(
             f"{path}: the digest of the body is {digest[:12]}…, expected {document.sha256[:12]}…. "
             "The file was damaged or edited; save this step again."
         )
-    if document.version[0] != FORMAT_VERSION[0]:
-        return Manifest(version=document.version, body=Body(), path=path)
-    try:
-        body = msgspec.json.decode(text, type=Body)
-    except (msgspec.DecodeError, RecursionError) as e:
-        raise CorruptArtifactError(f"{path}: {e}. Save this step again.") from e
-    _check_references(body, path)
-    return Manifest(version=document.version, body=body, path=path)
+    return document
 
 
 def _check_references(body: Body, path: str) -> None:
@@ -455,6 +480,10 @@ def _check_references(body: Body, path: str) -> None:
     for path_, leaf in body.state.items():
         require(leaf.sharding, body.shardings, f"$.body.state[{path_!r}].sharding")
     for name, function in body.functions.items():
+        if len(name) > MAX_NAME:
+            raise CorruptArtifactError(
+                f"{path}: $.body.functions: a name of {len(name)} characters."
+            )
         for i, signature in enumerate(function.signatures):
             where = f"$.body.functions[{name!r}].signatures[{i}]"
             for leaf in (*signature.inputs, *signature.outputs):
@@ -465,6 +494,8 @@ def _check_references(body: Body, path: str) -> None:
                     raise CorruptArtifactError(
                         f"{path}: {where}…{leaf.path}.shape: {leaf.shape} is out of range."
                     )
+            if signature.portable is not None:
+                _check_sizes(signature.portable, f"{where}.portable", path)
             for j, variant in enumerate(signature.variants):
                 _check_variant(variant, signature, body, f"{where}.variants[{j}]", path, require)
 
@@ -501,9 +532,31 @@ def _check_variant(
     if signature.portable is not None:
         files += [signature.portable, *signature.portable.cuts]
     for file in files:
-        if not (
-            0 <= file.nbytes <= MAX_PAYLOAD_NBYTES and 0 <= file.raw_nbytes <= MAX_PAYLOAD_NBYTES
-        ):
-            raise CorruptArtifactError(
-                f"{path}: {where}: sizes {file.nbytes} and {file.raw_nbytes} are out of range."
-            )
+        _check_sizes(file, where, path)
+    _check_topology(variant.topology, f"{where}.topology", path)
+
+
+def _check_topology(topology: Topology, where: str, path: str) -> None:
+    """Raises `CorruptArtifactError` where the numbers of devices disagree: a wrong one aborts in native code."""
+    count = topology.count
+    fits = (
+        0 < count <= MAX_DEVICES
+        and topology.replicas > 0
+        and topology.partitions > 0
+        and topology.replicas * topology.partitions == count
+        and len(topology.ids) == len(topology.processes) == count
+        and (topology.coords is None or len(topology.coords) == count)
+    )
+    if not fits:
+        raise CorruptArtifactError(
+            f"{path}: {where}: {count} devices, {topology.replicas}x{topology.partitions} replicas x partitions, "
+            f"{len(topology.ids)} ids and {len(topology.processes)} processes disagree."
+        )
+
+
+def _check_sizes(file: File, where: str, path: str) -> None:
+    """Raises `CorruptArtifactError` for sizes that no file of this package has."""
+    if not all(0 <= n <= MAX_PAYLOAD_NBYTES for n in (file.nbytes, file.raw_nbytes)):
+        raise CorruptArtifactError(
+            f"{path}: {where}: sizes {file.nbytes} and {file.raw_nbytes} are out of range."
+        )

@@ -37,7 +37,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     `mesh` and `positions` describe a mesh over the machine's devices, row-major; `devices` a plain list; `single` is
     where a program for one device goes unless its arguments lie elsewhere. `functions`
-    names what is wanted (None: all that is saved). `verify` is "code", "program" or "signature".
+    names what is wanted (None: all that is saved). `verify` is "code", "program" or "signature". `untrusted` says what
+    stands against the saved native code, `portable_untrusted` what stands against the StableHLO; "" where nothing does.
     """
 
     mesh: tuple[tuple[str, int], ...] | None = None
@@ -47,6 +48,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     functions: dict[str, Wanted] | None = None
     verify: str = "code"
     disabled: bool = False
+    untrusted: str = ""
+    portable_untrusted: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +119,9 @@ def decide(
         elif function is None:
             detail = f"no function named {name!r}" + (f", only {sorted(saved)}" if saved else "")
             plans[name] = FunctionPlan((), (Reason(ReasonCode.NOT_SAVED, detail),), want.live)
+        elif not function.signatures and function.absent is None:
+            reason = Reason(ReasonCode.NOT_SAVED, "no signature of it")
+            plans[name] = FunctionPlan((), (reason,), want.live)
         elif function.absent is not None:
             plans[name] = FunctionPlan((), (_reason_of(function.absent),), want.live)
         else:
@@ -138,7 +144,11 @@ def decide_signature(
 ) -> Decision:
     """Decides for one signature: the best variant, or why none can be loaded here."""
     if signature.absent is not None:
-        return _without_executable(signature, (_reason_of(signature.absent),), machine, want)
+        reasons = (_reason_of(signature.absent),)
+        return _without_executable(signature, reasons, machine, request, want)
+    if request.untrusted:
+        reasons = (Reason(ReasonCode.UNTRUSTED, request.untrusted),)
+        return _without_executable(signature, reasons, machine, request, want)
     fitting: list[Decision] = []
     unfit: list[tuple[Reason, ...]] = []
     for index, variant in enumerate(signature.variants):
@@ -159,7 +169,7 @@ def decide_signature(
     if not fitting:
         fallback = (Reason(ReasonCode.NOT_SAVED, "no executable of this signature"),)
         reasons = min(unfit, key=len) if unfit else fallback
-        return _without_executable(signature, reasons, machine, want)
+        return _without_executable(signature, reasons, machine, request, want)
     asked = len(request.devices or request.positions)
 
     def merit(decision: Decision) -> tuple[bool, int, int]:
@@ -173,10 +183,16 @@ def decide_signature(
 
 
 def _without_executable(
-    signature: m.Signature, reasons: tuple[Reason, ...], machine: Machine, want: Wanted
+    signature: m.Signature,
+    reasons: tuple[Reason, ...],
+    machine: Machine,
+    request: Request,
+    want: Wanted,
 ) -> Decision:
     if want.live:
         return Decision(Verdict.RECOMPILED, reasons)
+    if request.portable_untrusted:
+        return Decision(Verdict.REFUSED, reasons)
     if (obstacle := _find_no_portable(signature, machine)) is not None:
         return Decision(Verdict.REFUSED, (*reasons, obstacle))
     return Decision(Verdict.REBUILT, reasons)

@@ -27,6 +27,8 @@ from orbax_aot.errors import AotError
 
 # Custom calls that run Python, or another framework, on the host.
 _HOST_CALL_WORDS = ("callback", "py_func", "tf.call_tf_function", "CustomSPMDPartitioning")
+# Custom calls that carry a kernel of their own, which may touch any memory of the device.
+_KERNEL_CALLS = frozenset({"tpu_custom_call", "mosaic_gpu_v2"})
 _GPU_PLATFORMS = ("cuda", "rocm")
 _WIDE_KINDS = ("int64", "uint64", "float64", "complex128")
 
@@ -205,6 +207,12 @@ class PortableProgram:
     unknown_calls: tuple[str, ...]
     _exported: export_door.Exported = dataclasses.field(repr=False)
     _facts: mlir.ModuleFacts = dataclasses.field(repr=False)
+
+    @property
+    def outside_calls(self) -> tuple[str, ...]:
+        """Calls out of StableHLO: to the host, to whatever is registered in the process, and kernels in it."""
+        kernels = {*self.custom_calls} & _KERNEL_CALLS
+        return tuple(sorted({*self.host_calls, *self.unknown_calls, *kernels}))
 
     @classmethod
     def parse(cls, data: bytes) -> PortableProgram:

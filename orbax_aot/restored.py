@@ -5,16 +5,18 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import itertools
+import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jaxlib.version
 from absl import logging
 
-from orbax_aot import agreement, multihost, trees
+from orbax_aot import agreement, crash, multihost, trees
 from orbax_aot import artifact as artifact_lib
 from orbax_aot import functions as functions_lib
 from orbax_aot import manifest as m
@@ -25,8 +27,9 @@ from orbax_aot.errors import (
     CorruptArtifactError,
     IncompatibleExecutableError,
     SignatureError,
+    UntrustedArtifactError,
 )
-from orbax_aot.executable import LoadedProgram
+from orbax_aot.executable import LoadedProgram, PartiallySerialized
 from orbax_aot.report import ALARMING, FunctionReport, Reason, ReasonCode, RestoreReport, Verdict
 from orbax_aot.timeline import Timeline
 
@@ -57,8 +60,12 @@ class RestoredSignature:
         decision: plan_lib.Decision,
         devices: tuple[Any, ...],
         place: RebuildPlace,
+        probe: Callable[[], str] | None = None,
     ):
-        """`devices` are those of the decision's assignment, in order; `place` is where to rebuild otherwise."""
+        """`devices` are those of the decision's assignment, in order; `place` is where to rebuild otherwise.
+
+        `probe` tells why the executable should not be loaded here, "" where it may.
+        """
         self.owner = owner
         self.saved = saved
         self.signature = saved.signature
@@ -66,6 +73,7 @@ class RestoredSignature:
         self.decision = decision
         self.devices = devices
         self.place = place
+        self._probe = probe
         self.verdict = decision.verdict
         self.reasons = decision.reasons
         self.checked_by = ""
@@ -80,6 +88,7 @@ class RestoredSignature:
         self._programs: dict[tuple[Any, ...], LoadedProgram] = {}
         self._others: artifact_lib.Others | None = None
         self._loading: concurrent.futures.Future[None] | None = None
+        self._crash_key = ""
 
     @property
     def variant(self) -> m.Variant | None:
@@ -108,7 +117,7 @@ class RestoredSignature:
         if self.variant is not None:
             self._load()
         if self.variant is None and not self.owner.live:
-            if self.signature.portable is not None:
+            if self.saved.portable is not None:
                 self._rebuild()
             if self.verdict is Verdict.REFUSED:
                 self.owner.announce(Verdict.REFUSED, self.reasons, self.secs)
@@ -121,8 +130,10 @@ class RestoredSignature:
                 serialized = self.artifact.unpack(self.where)
             self.nbytes = len(serialized.payload)
             if not self.needs_lowering:
+                if self._probe is not None and (why := self._probe()):
+                    raise IncompatibleExecutableError(why)
                 with self.owner.timeline.span(self.where, "load"):
-                    self._programs[self.devices] = LoadedProgram.load(serialized, self.devices)
+                    self._programs[self.devices] = self._load_program(serialized, self.devices)
             self.secs = time.perf_counter() - start
             jax.monitoring.record_event_duration_secs(
                 "/jax/orbax_aot/restore/load_secs", self.secs, function=self.owner.name
@@ -130,12 +141,23 @@ class RestoredSignature:
             if self.verdict is not Verdict.PENDING:
                 self.owner.announce(self.verdict, (), self.secs)
         except Exception as e:
-            code = (
-                ReasonCode.CORRUPT
-                if isinstance(e, CorruptArtifactError)
-                else ReasonCode.LOAD_FAILED
-            )
-            self.give_up(Reason(code, _one_line(e)))
+            self.give_up(reason_of(e))
+
+    def _load_program(
+        self,
+        serialized: PartiallySerialized,
+        devices: tuple[Any, ...],
+        lowered: jax.stages.Lowered | None = None,
+    ) -> LoadedProgram:
+        """Loads the payload, unless it has ended two processes already."""
+        client = devices[0].client
+        self._crash_key = crash.key_of(
+            serialized.variant.raw_sha256, client.platform_version, jaxlib.version.__version__
+        )
+        if why := crash.find_crashes(self._crash_key):
+            raise IncompatibleExecutableError(why)
+        with crash.marked(self._crash_key):
+            return LoadedProgram.load(serialized, devices, lowered)
 
     def _rebuild(self) -> None:
         """Compiles the saved StableHLO for where it is to run here. Traces nothing of the user's."""
@@ -148,6 +170,9 @@ class RestoredSignature:
             program = portable_lib.PortableProgram.parse(self.saved.read_portable())
             if (why := self._find_other_program(program)) is not None:
                 return self.give_up(Reason(ReasonCode.CORRUPT, why))
+            if self.saved.is_confined and (calls := program.outside_calls):
+                why = f"the StableHLO calls {', '.join(calls)}, and comes from no trusted source"
+                return self.give_up(Reason(ReasonCode.UNTRUSTED, why))
             donated = [i for i, leaf in enumerate(self.signature.inputs) if leaf.donated]
             one_device = program.mesh_axes is None and program.nr_devices == 1
             mesh = None if one_device else self.place.mesh
@@ -157,12 +182,7 @@ class RestoredSignature:
             code = ReasonCode.__members__.get(e.obstacle.code, ReasonCode.NEEDS_SOURCE)
             return self.give_up(Reason(code, e.obstacle.detail))
         except Exception as e:
-            code = (
-                ReasonCode.CORRUPT
-                if isinstance(e, CorruptArtifactError)
-                else ReasonCode.LOAD_FAILED
-            )
-            return self.give_up(Reason(code, _one_line(e)))
+            return self.give_up(reason_of(e))
         with self._lock:
             self._rebuilt = compiled
             self.devices = compiled_lib.devices_of(compiled)
@@ -230,7 +250,7 @@ class RestoredSignature:
                 return self._programs[devices]
             try:
                 serialized = self.artifact.unpack(self.where)
-                program = LoadedProgram.load(serialized, devices, lowered)
+                program = self._load_program(serialized, devices, lowered)
             except Exception as e:
                 self.give_up(Reason(ReasonCode.LOAD_FAILED, _one_line(e)))
                 if self.verdict is Verdict.REFUSED:
@@ -380,7 +400,8 @@ class RestoredSignature:
         variant = program.saved.variant
         committed = variant.committed or call.is_committed
         self._note_use(program)
-        return functions_lib.Entry(program.flat(committed=committed), result, order)
+        first_run = crash.FirstRun(self._crash_key)
+        return functions_lib.Entry(program.flat(committed=committed), result, order, first_run)
 
     def _note_use(self, program: LoadedProgram) -> None:
         variant = program.saved.variant
@@ -394,6 +415,8 @@ class RestoredSignature:
         """
         self.wait()
         with self._lock:
+            if self._rebuilt is not None and self.saved.is_confined:
+                return None  # saved by us, it would be trusted from then on
             if self.executable is not None and self.is_usable:
                 return self.executable
             if self._rebuilt is not None:
@@ -454,7 +477,20 @@ def _equivalent(placement: Any, expected: Any, ndim: int) -> bool:
 
 def _same_static(saved: Sequence[Any], here: Sequence[Any]) -> bool:
     """Compares static arguments; what JSON could not hold is left to the fingerprint of the call."""
-    return [tuple(s) for s in saved] == [tuple(s) for s in here]
+    return _static_text(dict(saved)) == _static_text(dict(here))
+
+
+def reason_of(error: Exception) -> Reason:
+    """Returns the reason that an error while reading or loading gives."""
+    if isinstance(error, UntrustedArtifactError):
+        return Reason(ReasonCode.UNTRUSTED, str(error))
+    for kind, code in (
+        (CorruptArtifactError, ReasonCode.CORRUPT),
+        (TimeoutError, ReasonCode.TIMEOUT),
+    ):
+        if isinstance(error, kind):
+            return Reason(code, _one_line(error))
+    return Reason(ReasonCode.LOAD_FAILED, _one_line(error))
 
 
 def _listed(reasons: Sequence[Reason]) -> str:
@@ -843,10 +879,11 @@ class SavedFunction(functions_lib.DirectCall):
         if not usable:
             reasons = _listed(restored.report().reasons) or "nothing was saved of it"
             raise IncompatibleExecutableError(
-                f"{restored.name}: cannot be called here: {reasons}. "
+                f"{restored.name}: cannot be called here: {reasons.removesuffix('.')}. "
                 "Pass the live function to AotRestore(fns={...}) to compile it."
             )
-        args, kwargs = self._without_static(usable, args, kwargs)
+        has_static = any(s.signature.static for s in usable)
+        static, usable, args, kwargs = _take_static(usable, args, kwargs)
         if not values.trace_state_is_clean() or any(
             map(values.is_tracer, jax.tree.leaves((args, kwargs)))
         ):
@@ -854,18 +891,28 @@ class SavedFunction(functions_lib.DirectCall):
                 f"{restored.name}: a compiled function cannot be transformed or called inside another jit; "
                 "pass the live function to AotRestore(fns={...})."
             )
-        call = functions_lib.take_apart(args, kwargs)
-        entry = self._entries.get(call.key)
+        try:
+            call = functions_lib.take_apart(args, kwargs)
+        except TypeError as e:
+            if not has_static:
+                raise
+            saved = _first_of([str(s.signature.static) for s in usable], "\n  ")
+            raise SignatureError(
+                f"{restored.name}: {e}. The static arguments are those of no saved signature:\n  {saved}"
+            ) from e
+        key = (static, call.key)
+        entry = self._entries.get(key)
         if entry is None:
             with self._lock:
-                entry = self._entries[call.key] = self._find_entry(call, usable)
+                entry = self._entries[key] = self._find_entry(call, usable)
         try:
             result, fast = entry.run(call.flat)
         except Exception as e:
             if dispatch.is_floating_point_error(e):
                 self._explain_floating_point_error()
             raise
-        return result, fast, False
+        # The C++ dispatcher does not know which arguments are static, and would take 2 for 3.
+        return result, None if has_static else fast, False
 
     def _explain_floating_point_error(self, *args: Any, **kwargs: Any) -> Any:
         """Stands where `jax_debug_nans` runs a function's source to find the operation that made a NaN."""
@@ -874,39 +921,25 @@ class SavedFunction(functions_lib.DirectCall):
             "AotRestore(fns={...}) to see which operation made it."
         )
 
-    def _without_static(
-        self, usable: Sequence[RestoredSignature], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Leaves out the arguments that were static when the function was compiled, where the caller gives them."""
-        for signature in usable:
-            static = dict(signature.signature.static)
-            if not static:
-                continue
-            names = {k for k in static if not k.isdigit()}
-            positions = {int(k) for k in static if k.isdigit()}
-            if any(p >= len(args) for p in positions) or not names <= set(kwargs):
-                continue
-            given = {str(p): functions_lib.describe_static(args[p]) for p in positions}
-            given |= {k: functions_lib.describe_static(kwargs[k]) for k in names}
-            if given == static:
-                return (
-                    tuple(a for i, a in enumerate(args) if i not in positions),
-                    {k: v for k, v in kwargs.items() if k not in names},
-                )
-        return args, kwargs
-
     def _find_entry(
         self, call: functions_lib.Call, usable: Sequence[RestoredSignature]
     ) -> functions_lib.Entry:
-        problems = []
+        problems: list[str] = []
+        matching: list[RestoredSignature] = []
         for signature in usable:
-            without_static = dataclasses.replace(
-                call, static=tuple(map(tuple, signature.signature.static))
-            )
-            match = signature.match(without_static)
+            as_static = tuple(map(tuple, signature.signature.static))
+            match = signature.match(dataclasses.replace(call, static=as_static))
             if match.why:
                 problems.append(match.why)
-                continue
+            else:
+                matching.append(signature)
+        if len(matching) > 1 and any(s.signature.static for s in matching):
+            listed = _first_of([str(s.signature.static) for s in matching], "\n  ")
+            raise SignatureError(
+                f"{self._restored.name}: these saved signatures differ in static arguments alone, and the call does "
+                f"not tell which of them is meant:\n  {listed}"
+            )
+        for signature in matching:
             entry = signature.make_entry(call, exact=False)
             if entry is not None:
                 return entry
@@ -920,6 +953,34 @@ class SavedFunction(functions_lib.DirectCall):
     def _miss_again(self) -> functions_lib.Entry:
         reasons = _listed(self._restored.report().reasons)
         raise IncompatibleExecutableError(f"{self._restored.name}: cannot be loaded: {reasons}")
+
+
+def _take_static(
+    signatures: Sequence[RestoredSignature], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, Sequence[RestoredSignature], tuple[Any, ...], dict[str, Any]]:
+    """Takes out of a call the arguments that were static when the function was compiled, where the caller gives them.
+
+    Returns them as text, the signatures that were compiled for them, and the arguments that are left.
+    """
+    for signature in signatures:
+        static = dict(signature.signature.static)
+        names = {k for k in static if not k.isdigit()}
+        positions = {int(k) for k in static if k.isdigit()}
+        if not static or any(p >= len(args) for p in positions) or not names <= set(kwargs):
+            continue
+        given = {str(p): functions_lib.describe_static(args[p]) for p in positions}
+        given |= {k: functions_lib.describe_static(kwargs[k]) for k in names}
+        text = _static_text(given)
+        if text == _static_text(static):
+            alike = [s for s in signatures if _static_text(dict(s.signature.static)) == text]
+            args = tuple(a for i, a in enumerate(args) if i not in positions)
+            return text, alike, args, {k: v for k, v in kwargs.items() if k not in names}
+    return "", signatures, args, kwargs
+
+
+def _static_text(static: Mapping[str, Any]) -> str:
+    """Returns static arguments as text, in which, as for jit, 1, 1.0 and True differ."""
+    return json.dumps(static, sort_keys=True)
 
 
 class RestoredFunctions(Mapping[str, Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,15 +10,18 @@ import jax
 from absl import logging
 from etils import epath
 
-from orbax_aot import agreement, multihost, topology
+from orbax_aot import agreement, deadline, multihost, topology
 from orbax_aot import artifact as artifact_lib
 from orbax_aot import functions as functions_lib
 from orbax_aot import manifest as m
 from orbax_aot import plan as plan_lib
+from orbax_aot import probe as probe_lib
 from orbax_aot import restored as restored_lib
 from orbax_aot import state as state_lib
 from orbax_aot import store as store_lib
-from orbax_aot.errors import IncompatibleExecutableError
+from orbax_aot import trust as trust_lib
+from orbax_aot._jax.config import device_settings
+from orbax_aot.errors import CorruptArtifactError, IncompatibleExecutableError
 from orbax_aot.overrides import is_off
 from orbax_aot.report import Reason, ReasonCode, Verdict
 from orbax_aot.timeline import Timeline
@@ -27,11 +31,16 @@ if TYPE_CHECKING:
 
 
 def begin(
-    directory: epath.Path, args: AotRestore, timeout_secs: float = 600.0
+    directory: epath.Path,
+    args: AotRestore,
+    timeout_secs: float = 600.0,
+    *,
+    trust: trust_lib.Trust | None = None,
+    probe: bool = False,
 ) -> Restoring | NothingRestored:
     """Starts to restore the functions of an item. Never raises: whatever fails, the state must come back."""
     try:
-        restoring = Restoring(directory, args, timeout_secs)
+        restoring = Restoring(directory, args, timeout_secs, trust=trust, probe=probe)
         restoring.start()
         return restoring
     except Exception as e:
@@ -78,10 +87,20 @@ class NothingRestored:
 class Restoring:
     """One restore's functions: read and decide, load, bind. Raises only where our own code is at fault: see `begin`."""
 
-    def __init__(self, directory: epath.Path, args: AotRestore, timeout_secs: float = 600.0):
-        """`timeout_secs` is how long the processes of a job wait for each other's view."""
+    def __init__(
+        self,
+        directory: epath.Path,
+        args: AotRestore,
+        timeout_secs: float = 600.0,
+        *,
+        trust: trust_lib.Trust | None = None,
+        probe: bool = False,
+    ):
+        """`timeout_secs` is how long the manifest, and the other processes' views, are waited for."""
         self._directory = directory
         self._args = args
+        self._trust = (trust or trust_lib.Trust.owner()).effective()
+        self._standing = trust_lib.Standing()
         self._store = store_lib.Store(directory)
         self._group: multihost.Group | None = None
         self._timeout_secs = timeout_secs
@@ -93,6 +112,9 @@ class Restoring:
         self._machine: plan_lib.Machine | None = None
         self._devices: tuple[Any, ...] = ()
         self._mesh: jax.sharding.Mesh | None = None
+        self._prober: probe_lib.Prober | None = None
+        if probe and jax.process_count() == 1:
+            self._prober = probe_lib.Prober(directory, device_settings())
 
     def start(self) -> None:
         """Reads the manifest, decides with the other processes, and starts to load."""
@@ -107,6 +129,14 @@ class Restoring:
             }
         for function in self._restored.values():
             function.start()
+        if self._prober is not None:
+            threading.Thread(target=self._end_probing, name="orbax_aot_probe", daemon=True).start()
+
+    def _end_probing(self) -> None:
+        assert self._prober is not None
+        for function in self._restored.values():
+            function.wait()
+        self._prober.close()
 
     def _make_plans(self) -> dict[str, plan_lib.FunctionPlan]:
         try:
@@ -152,15 +182,27 @@ class Restoring:
     def _read_manifest(self) -> Reason | None:
         """Reads the manifest; returns why that failed, None where it did not or where there is none."""
         try:
-            if not self._store.exists():
+            found = deadline.within(self._timeout_secs, self._open_manifest, "manifest")
+            if found is None:
                 self._note = f"{self._directory}: no executables (no {store_lib.FOLDER} folder)"
                 return None
-            self._manifest = self._store.read_manifest()
+            self._manifest, self._standing = found
             return None
         except Exception as e:
             self._note = f"{self._store.manifest_path}: {e}"
             logging.warning("%s", self._note)
-            return Reason(ReasonCode.CORRUPT, f"{type(e).__name__}: {e}"[:300])
+            return restored_lib.reason_of(e)
+
+    def _open_manifest(self) -> tuple[m.Manifest, trust_lib.Standing] | None:
+        """Returns the manifest and what stands against it; None where nothing was saved."""
+        try:
+            manifest, content = self._store.open_manifest()
+        except FileNotFoundError as e:
+            if not self._store.folder.exists():
+                return None
+            path = self._store.manifest_path
+            raise CorruptArtifactError(f"{path}: missing. Save this step again.") from e
+        return manifest, self._trust.judge(self._store, manifest, content)
 
     def _decide(self, problem: Reason | None) -> dict[str, plan_lib.FunctionPlan]:
         args = self._args
@@ -186,6 +228,8 @@ class Restoring:
             functions=functions,
             verify=args.effective_verify,
             disabled=is_off(),
+            untrusted=self._standing.native,
+            portable_untrusted=self._standing.portable,
         )
         return plan_lib.decide(self._manifest, self._machine, request, problem)
 
@@ -213,12 +257,23 @@ class Restoring:
             zip(function.signatures, plan.decisions, strict=True)
         ):
             devices = tuple(self._devices[j] for j in decision.assignment or ())
-            saved = artifact_lib.SavedSignature(self._store, body, function, signature)
+            probe = self._probe_of(name, i, decision)
+            saved = artifact_lib.SavedSignature(
+                self._store, body, function, signature, self._standing, self._timeout_secs
+            )
             place = self._rebuild_place(signature)
             restored.signatures.append(
-                restored_lib.RestoredSignature(restored, i, saved, decision, devices, place)
+                restored_lib.RestoredSignature(restored, i, saved, decision, devices, place, probe)
             )
         return restored
+
+    def _probe_of(
+        self, name: str, index: int, decision: plan_lib.Decision
+    ) -> Callable[[], str] | None:
+        prober, variant = self._prober, decision.variant
+        if prober is None or variant is None:
+            return None
+        return lambda: prober.find_problem(name, index, variant, decision.assignment or ())
 
     def _rebuild_place(self, signature: m.Signature) -> restored_lib.RebuildPlace:
         """Returns where a program that fits nowhere as it is would be rebuilt.

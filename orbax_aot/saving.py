@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import platform
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -15,11 +13,13 @@ import jaxlib.version
 import msgspec
 from absl import logging
 
+from orbax_aot import deadline
 from orbax_aot import functions as functions_lib
 from orbax_aot import manifest as m
 from orbax_aot import restored as restored_lib
 from orbax_aot import state as state_lib
 from orbax_aot import store as store_lib
+from orbax_aot import trust as trust_lib
 from orbax_aot.overrides import is_off
 from orbax_aot.version import __version__
 
@@ -33,6 +33,7 @@ class SaveRequest(Protocol):
 
 
 _T = TypeVar("_T")
+_MANIFEST_SECS = 10.0
 _Executables = Callable[[], tuple[functions_lib.Executable, ...]]
 
 
@@ -160,6 +161,8 @@ class Saving:
                 self._run(store, self._snapshot.functions)
         except Exception:
             logging.exception("%s: no executables in this save; the state is saved.", store.folder)
+        finally:
+            store.close()
 
     def _read_others(self) -> None:
         """Reads what later saves need of the step that functions were restored from.
@@ -179,7 +182,8 @@ class Saving:
         for name, tell in saved.items():
             functions[name] = self._write_function(store, tables, name, tell)
         state = state_lib.describe(self._snapshot.state, tables)
-        store.write_manifest(
+        self._write_manifest(
+            store,
             msgspec.structs.replace(
                 tables.body(),
                 created_by={
@@ -191,11 +195,16 @@ class Saving:
                 kind=self._snapshot.kind,
                 state=state,
                 functions=functions,
-            )
+            ),
         )
         jax.monitoring.record_event_duration_secs(
             "/jax/orbax_aot/save/commit_secs", time.perf_counter() - start
         )
+
+    def _write_manifest(self, store: store_lib.Store, body: m.Body) -> None:
+        """Writes the manifest, which tells of all that was late; has a little time of its own for that."""
+        left = max(self._deadline - time.monotonic(), 0.0) + _MANIFEST_SECS
+        deadline.within(left, lambda: store.write_manifest(body), "manifest")
 
     def _write_function(
         self,
@@ -225,7 +234,8 @@ class Saving:
                     continue
                 seen.append(what)
                 where = f"{folder}/{len(signatures)}"
-                signatures.append(artifact.write(store, tables, where))
+                write = lambda a=artifact, w=where: a.write(store, tables, w)
+                signatures.append(self._in_time(write))
             except Exception as e:
                 problems.append(_absent(name, e))
         if signatures:
@@ -233,23 +243,43 @@ class Saving:
         return m.Function(absent=problems[0])
 
     def _in_time(self, work: Callable[[], _T]) -> _T:
-        """Works on a thread that can be left behind: what hangs in there must not hold the step back."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"not done within {self._timeout_secs:g} s")
-        result: concurrent.futures.Future[_T] = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                result.set_result(work())
-            except BaseException as e:
-                result.set_exception(e)
-
-        threading.Thread(target=run, name="orbax_aot_pack", daemon=True).start()
         try:
-            return result.result(timeout=left)
-        except concurrent.futures.TimeoutError:
+            return deadline.within(left, work, "pack")
+        except TimeoutError:
             raise TimeoutError(f"not done within {self._timeout_secs:g} s") from None
+
+
+def sign(store: store_lib.Store, trust: trust_lib.Trust, timeout_secs: float) -> None:
+    """Signs what has been saved, where the policy says so; runs in the commit, on the primary. Never raises.
+
+    Without a signature the step commits all the same, and whoever asks for one recompiles.
+    """
+    if not trust.signs or is_off():
+        return
+    try:
+        if store.exists():
+            deadline.within(timeout_secs, lambda: _sign(store, trust), "sign")
+    except Exception:
+        logging.exception("%s: not signed.", store.folder)
+
+
+def _sign(store: store_lib.Store, trust: trust_lib.Trust) -> None:
+    from orbax_aot import signing
+
+    assert trust.private_key is not None
+    manifest, content = store.open_manifest()
+    signing.sign_item(
+        store,
+        manifest,
+        content,
+        trust.private_key,
+        trust.password,
+        trust.signing_certificate,
+        trust.certificates,
+    )
 
 
 def _identity(signature: m.Signature) -> m.Signature:

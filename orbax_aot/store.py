@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zstandard
 from etils import epath
 
+from orbax_aot import files
 from orbax_aot import manifest as m
-from orbax_aot.errors import CorruptArtifactError, StepChangedError
+from orbax_aot.errors import CorruptArtifactError, StepChangedError, UntrustedArtifactError
+
+# Takes whose a file is and its path; returns why it may not be used, "" where it may.
+Admit = Callable[[os.stat_result | None, str], str]
 
 FOLDER = "_aot"
 MANIFEST = "manifest.json"
-MANIFEST_SIGNATURE = "manifest.sig"
+SIGNATURE = "manifest.sig"
 CONSTANTS = "constants"
+ITEM = "item.json"
 CODEC = "zstd"
+RAW = "raw"
 # Level 1 is the smallest as well as the second fastest of the low levels on PJRT payloads of the CPU: 6.5 MB raw to
 # 0.63 MB in 10 ms (level 3: 0.69 MB, level -1: 0.74 MB).
 _LEVEL = 1
+# How much larger than stored a file may become: a few bytes cannot ask for gigabytes. Executables and StableHLO stay
+# far below; a constant that does not is stored as it is.
+MAX_RATIO = 256
+_FREE_NBYTES = 64 << 20  # below this any ratio goes
 _MAX_NAME = 100
 _SAFE = re.compile(r"[^a-z0-9_-]")
 _RESERVED = frozenset(
@@ -59,14 +70,21 @@ def digest(data: bytes) -> str:
 def pack(raw: bytes) -> tuple[bytes, dict[str, Any]]:
     """Compresses `raw`; returns the bytes to store and all the fields of `manifest.File` but its name."""
     _count("compressions")
-    stored = zstandard.ZstdCompressor(level=_LEVEL).compress(raw)
+    stored, codec = zstandard.ZstdCompressor(level=_LEVEL).compress(raw), CODEC
+    if not _is_modest(len(stored), len(raw)):
+        stored, codec = raw, RAW
     return stored, {
         "sha256": digest(stored),
         "raw_sha256": digest(raw),
         "nbytes": len(stored),
         "raw_nbytes": len(raw),
-        "codec": CODEC,
+        "codec": codec,
     }
+
+
+def _is_modest(nbytes: int, raw_nbytes: int) -> bool:
+    """Whether so many stored bytes may become so many raw ones."""
+    return raw_nbytes <= max(_FREE_NBYTES, MAX_RATIO * nbytes)
 
 
 def cut(raw: bytes, shared: Sequence[memoryview]) -> tuple[bytes, tuple[tuple[int, bytes], ...]]:
@@ -115,22 +133,13 @@ def unpack(
         )
     if digest(stored) != file.sha256:
         raise CorruptArtifactError(f"{where}: the stored bytes are damaged. Save this step again.")
-    if file.codec != CODEC:
-        raise CorruptArtifactError(f"{where}: expected codec {CODEC!r}, found {file.codec!r}.")
-    _count("decompressions")
-    try:
-        parameters = zstandard.get_frame_parameters(stored)
-        expected = file.raw_nbytes - sum(len(part) for _, part in parts)
-        if parameters.content_size != expected:
-            raise CorruptArtifactError(
-                f"{where}: holds {parameters.content_size} bytes, expected {expected}. "
-                "Save this step again."
-            )
-        raw = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(
-            stored, max_output_size=expected, allow_extra_data=False
-        )
-    except zstandard.ZstdError as e:
-        raise CorruptArtifactError(f"{where}: {e}. Save this step again.") from e
+    expected = file.raw_nbytes - sum(len(part) for _, part in parts)
+    if file.codec == RAW:
+        raw = stored
+    elif file.codec == CODEC:
+        raw = _decompress(stored, expected, where)
+    else:
+        raise CorruptArtifactError(f"{where}: unknown codec {file.codec[:40]!r}.")
     if parts:
         raw = _join(raw, parts, where)
     if len(raw) != file.raw_nbytes or digest(raw) != file.raw_sha256:
@@ -138,11 +147,33 @@ def unpack(
     return raw
 
 
+def _decompress(stored: bytes, raw_nbytes: int, where: str) -> bytes:
+    """Returns what a single zstd frame of a known size holds; allocates no more than that size."""
+    if not _is_modest(len(stored), raw_nbytes):
+        raise CorruptArtifactError(
+            f"{where}: {len(stored)} bytes that would become {raw_nbytes}; at most {MAX_RATIO} times as many are read."
+        )
+    _count("decompressions")
+    try:
+        found = zstandard.get_frame_parameters(stored).content_size
+        if found != raw_nbytes:
+            raise CorruptArtifactError(
+                f"{where}: holds {found} bytes, expected {raw_nbytes}. Save this step again."
+            )
+        return zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(
+            stored, max_output_size=raw_nbytes, allow_extra_data=False
+        )
+    except zstandard.ZstdError as e:
+        raise CorruptArtifactError(f"{where}: {e}. Save this step again.") from e
+
+
 class Store:
     """The `_aot` folder of one item."""
 
     def __init__(self, item: epath.PathLike):
-        self.folder = epath.Path(item) / FOLDER
+        self.item = epath.Path(item)
+        self.folder = self.item / FOLDER
+        self._closed = False
 
     @property
     def manifest_path(self) -> epath.Path:
@@ -155,21 +186,19 @@ class Store:
         """Reads and checks the manifest.
 
         Raises:
-          CorruptArtifactError: it is damaged, or larger than a manifest may be.
+          CorruptArtifactError: it is damaged, larger than a manifest may be, or no plain file.
           OSError: it cannot be read.
         """
-        path = self.manifest_path
-        nbytes = path.stat().length
-        if nbytes > m.MAX_MANIFEST_NBYTES:
-            raise CorruptArtifactError(
-                f"{path}: {nbytes} bytes; a manifest has at most {m.MAX_MANIFEST_NBYTES}."
-            )
-        return m.decode(path.read_bytes(), str(path))
+        return self.open_manifest()[0]
+
+    def open_manifest(self) -> tuple[m.Manifest, files.Content]:
+        """As `read_manifest`; also returns the bytes that were read, and whose they are."""
+        content = files.read(self.folder, MANIFEST, m.MAX_MANIFEST_NBYTES)
+        return m.decode(content.data, str(self.manifest_path)), content
 
     def write_manifest(self, body: m.Body) -> None:
         """Writes the manifest; last, so that what it names is there."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.manifest_path.write_bytes(m.encode(body))
+        self.write(MANIFEST, m.encode(body))
 
     def replace_manifest(self, body: m.Body, before: m.Manifest | None) -> None:
         """Puts another manifest in the place of `before` (None: there was none), in a committed step.
@@ -187,7 +216,7 @@ class Store:
             raise StepChangedError(
                 f"{self.manifest_path}: changed by someone else meanwhile; nothing was changed. Try again."
             )
-        signature = self.folder / MANIFEST_SIGNATURE
+        signature = self.folder / SIGNATURE
         if signature.exists():
             from absl import (
                 logging,  # not for readers: it takes a tenth of the time that inspect has
@@ -199,11 +228,11 @@ class Store:
             )
             signature.unlink()
         if "://" in str(self.folder):
-            self.manifest_path.write_bytes(m.encode(body))
+            self.write(MANIFEST, m.encode(body))
             return
         new = self.folder / f"{MANIFEST}.{secrets.token_hex(8)}.new"
         try:
-            new.write_bytes(m.encode(body))
+            self.write(new.name, m.encode(body))
             new.replace(self.manifest_path)
         finally:
             new.unlink(missing_ok=True)
@@ -215,14 +244,14 @@ class Store:
             self.write(name, stored)
 
     def list_files(self) -> dict[str, int]:
-        """Returns all files of the folder but the manifest and its signature: sizes in bytes by name."""
+        """Returns the files of the folder but for the manifest and its signature: sizes in bytes by name."""
         found = {}
         folders = [self.folder]
         while folders:
             for path in folders.pop().iterdir():
                 if path.is_dir():
                     folders.append(path)
-                elif path.name not in (MANIFEST, MANIFEST_SIGNATURE) or path.parent != self.folder:
+                elif path.name not in (MANIFEST, SIGNATURE, ITEM) or path.parent != self.folder:
                     found[str(path.relative_to(self.folder))] = path.stat().length
         return found
 
@@ -236,33 +265,40 @@ class Store:
             parent.rmdir()
 
     def write(self, name: str, stored: bytes) -> None:
-        """Writes a file under the folder, making the folders it lies in."""
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(stored)
+        """Writes a file under the folder, making the folders it lies in.
 
-    def read(self, name: str, file: m.File) -> bytes:
+        Raises:
+          OSError: it cannot be written.
+          TimeoutError: the store was closed.
+        """
+        if self._closed:
+            raise TimeoutError(f"{self.folder / name}: too late to write it.")
+        files.write(self.folder, name, stored)
+
+    def close(self) -> None:
+        """Ends writing, so that a writer that was left behind changes nothing in a step that is done."""
+        self._closed = True
+
+    def read(self, name: str, file: m.File, admit: Admit | None = None) -> bytes:
         """Returns the stored bytes of a file, not yet checked but no more than were declared.
+
+        `admit` is asked whether a file of this owner may be used.
 
         Raises:
           CorruptArtifactError: it is missing, has another size, or its name leaves the folder.
+          UntrustedArtifactError: `admit` gave a reason against it.
+          OSError: it cannot be read.
         """
-        path = self._inside(name)
+        path = self.folder / name
         try:
-            nbytes = path.stat().length
-            if nbytes != file.nbytes:
-                raise CorruptArtifactError(
-                    f"{path}: expected {file.nbytes} bytes, found {nbytes}. Save this step again."
-                )
-            return path.read_bytes()
+            content = files.read(self.folder, name, file.nbytes)
         except FileNotFoundError as e:
             raise CorruptArtifactError(f"{path}: missing. Save this step again.") from e
-        except OSError as e:
-            raise CorruptArtifactError(f"{path}: {e}") from e
-
-    def _inside(self, name: str) -> epath.Path:
-        parts = name.split("/")
-        plain = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-        if not parts or not all(plain.fullmatch(p) and ".." not in p for p in parts):
-            raise CorruptArtifactError(f"{self.folder}: {name!r} is not the name of a file in it.")
-        return self.folder.joinpath(*parts)
+        if admit is not None and (why := admit(content.status, str(path))):
+            raise UntrustedArtifactError(why)
+        if len(content.data) != file.nbytes:
+            raise CorruptArtifactError(
+                f"{path}: expected {file.nbytes} bytes, found {len(content.data)}. "
+                "Save this step again."
+            )
+        return content.data

@@ -84,7 +84,7 @@ def save_layouts(path):
     mesh = mesh_of()
     step = oaot.jit(train_step)
     state, batch = make_state(mesh), make_batch(mesh)
-    after, _ = step(state, batch)
+    after, loss = step(state, batch)
     for layout in LAYOUTS:
         with v0_manager(f"{path}/v0_{layout}", layout) as manager:
             manager.save(7, args=ocp_v0.args.Composite(**v0_save_args(layout, state, step)))
@@ -95,7 +95,7 @@ def save_layouts(path):
         manager.save(7, args=oaot.AotSave(state, fns={"step": step}))
         manager.wait_until_finished()
     ocp.save_checkpointables(f"{path}/v1_state/7", v1_save_args("same", state, step, "state"))
-    return {"state": digest(state), "after": digest(after)}
+    return {"state": digest(state), "after": digest(after), "loss": float(loss)}
 
 
 def v0_manager(path, layout):
@@ -152,8 +152,12 @@ def load_layout(path, writer, layout, reader, live=True, ids=(4, 5, 6, 7)):
     with watching() as watched:
         state, restored = load(f"{path}/{writer}_{layout}", layout, args, target)
         found = {"state": digest(state), "sharded": is_sharded_as(state, target)}
-        after, _ = restored.step(state, make_batch(mesh))
-        found |= {"after": digest(after), "report": about(restored)}
+        try:
+            after, loss = restored.step(state, make_batch(mesh))
+            found |= {"after": digest(after), "loss": float(loss)}
+        except oaot.IncompatibleExecutableError as e:
+            found |= {"after": None, "loss": None, "error": str(e)}
+        found["report"] = about(restored)
     return found | {
         "traced": watched.work("train_step"),
         "lines": watched.lines(),

@@ -64,12 +64,25 @@ def _write_cell(walk: Walk, function: types.FunctionType, name: str, cell: types
     made = function.__code__.co_qualname
     if made.startswith("singledispatch.<locals>.") and name in _DISPATCH_CACHES:
         return
+    if made == "_shard_map.<locals>.wrapped" and name == "axis_names":
+        walk.visit(types.CellType(_manual_axes(function, cell)))
+        return
     if (function.__module__, made, name) in _TURNED_INTO_FLOATS:
         value = cell.cell_contents
         if isinstance(value, int):
             walk.visit(types.CellType(float(value)))
             return
     walk.visit(cell)
+
+
+def _manual_axes(function: types.FunctionType, cell: types.CellType) -> frozenset[str]:
+    """Returns the axes that a `jax.shard_map` maps over: none named are all, filled in when it is first traced."""
+    names = cell.cell_contents
+    if not names:
+        closure = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        mesh = dict(closure)["mesh"].cell_contents
+        names = getattr(mesh, "axis_names", ())
+    return frozenset(names)
 
 
 def _write_library_function(

@@ -138,3 +138,33 @@ def serve_and_save(path, shape, save_steps=(), order=None, keep=None):
             mngr.wait_until_finished()
         found["steps"] = list(mngr.all_steps())
     return {**found, "tracebacks": watched.tracebacks()}
+
+
+def place_state(path, shape=None, names=None, by="mesh"):
+    """Restores a state with no target; tells where each array lies."""
+    options = {}
+    if shape is not None:
+        mesh = mesh_of(shape)
+        options = {"mesh": mesh} if by == "mesh" else {"devices": list(mesh.devices.flat)}
+    with watching() as watched:
+        state, fns = restore(path, fns=names, **options)
+        found = {name: fns.report[name].verdict.name for name in fns}
+    return {"at": places(state), "functions": found, "tracebacks": watched.tracebacks()}
+
+
+def read_mixed(path, shape=None):
+    """Restores a state of many kinds of leaves; tells what they are, and what the function makes of them."""
+    state, fns = restore(path, **({} if shape is None else {"mesh": mesh_of(shape)}))
+    kinds = {name: type(leaf).__name__ for name, leaf in state.items()}
+    result = fns.f(state["w"], state["key"])
+    b, (s, nine) = state["list"]
+    return {
+        "kinds": kinds,
+        "plain": [state["int"], state["float"], state["none"], int(nine), int(s)],
+        "numpy": state["numpy"].tolist(),
+        "key": [str(jax.random.key_impl(state["key"])), jax.random.key_data(state["key"]).tolist()],
+        "weak": [bool(state["weak"].aval.weak_type), float(state["weak"])],
+        "noisy": np.asarray(result).tolist(),
+        "verdict": fns.report["f"].verdict.name,
+        "at": {"w": where(state["w"]), "key": where(state["key"]), "b": where(b)},
+    }

@@ -245,7 +245,7 @@ class Point(NamedTuple):
     y: Any
 
 
-@section.case("named tuples", by_program=True)
+@section.case("named tuples")
 def _(devices):
     return call(lambda p: (Point(p.y, p.x), p), Point(array(2), array(3)))
 

@@ -199,7 +199,7 @@ _COLLECTIVES = {
 
 
 def _add_collective(name, body) -> None:
-    @section.case(f"shard_map with {name}", devices=4, by_program=True)
+    @section.case(f"shard_map with {name}", devices=4)
     def make(devices):
         mesh = mesh_of(devices, (4,), ("a",))
         f = jax.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
@@ -210,7 +210,7 @@ for _name, _body in _COLLECTIVES.items():
     _add_collective(_name, _body)
 
 
-@section.case("shard_map over one of two axes", devices=4, by_program=True)
+@section.case("shard_map over one of two axes", devices=4)
 def _(devices):
     mesh = mesh_of(devices, (2, 2), ("a", "b"))
     f = jax.shard_map(
@@ -223,7 +223,7 @@ def _(devices):
     return call(f, put(array(8, 4), NamedSharding(mesh, P("a", "b"))))
 
 
-@section.case("shard_map in a scan, differentiated", devices=4, by_program=True)
+@section.case("shard_map in a scan, differentiated", devices=4)
 def _(devices):
     mesh = mesh_of(devices, (4,), ("a",))
     body = jax.shard_map(
