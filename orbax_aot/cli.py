@@ -262,6 +262,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
     "--platform", "platforms", multiple=True, metavar="NAME", help="Drop all for this platform."
 )
 @click.option("--portable", is_flag=True, help="Drop the StableHLO.")
+@click.option("--unused", is_flag=True, help="Drop unused files even if younger than an hour.")
 @click.option("--yes", is_flag=True, help="Do it; without this, only say what would be dropped.")
 @_as_json
 def prune(
@@ -270,6 +271,7 @@ def prune(
     variants: tuple[str, ...],
     platforms: tuple[str, ...],
     portable: bool,
+    unused: bool,
     yes: bool,
     as_json: bool,
 ) -> None:
@@ -286,6 +288,7 @@ def prune(
             variants=variants,
             platforms=platforms,
             portable=portable,
+            unused=unused,
             dry_run=not yes,
         )
     except KeyError as e:
