@@ -7,10 +7,10 @@ PYTEST_ARGS ?= -n 2 --dist loadgroup
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format types clean
+.PHONY: help install demo test test-topologies support lint format types clean
 
 help:  ## Show this list.
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 # The stamps make a second `make` skip the installation until the dependencies change.
 $(VENV)/.installed-test: pyproject.toml
@@ -30,6 +30,17 @@ demo: $(VENV)/.installed-test  ## Train, kill, restart on the same and on other 
 
 test: $(VENV)/.installed-test  ## Run the tests; TESTS=path or PYTEST_ARGS=... choose which and how.
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
+
+support: $(VENV)/.installed-test  ## Renew docs/support.md: what a checkpoint can carry under this JAX.
+	PYTHONPATH=. $(BIN)/python tests/support/support_matrix.py
+
+# Beside the environment, not in it: with libtpu installed, JAX looks for TPUs at every start.
+$(VENV)/libtpu: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ \
+	  "$$($(BIN)/python -c 'import importlib.metadata as m; print(next(r.partition(";")[0] for r in m.requires("jax") if r.startswith("libtpu")))')"
+
+test-topologies: $(VENV)/libtpu  ## Compile for TPUs on this machine, which has none (downloads 140 MB).
+	ORBAX_AOT_LIBTPU=$(abspath $(VENV)/libtpu) $(BIN)/python -m pytest tests/topologies
 
 lint: $(VENV)/.installed-dev  ## Check style, formatting and types.
 	$(BIN)/ruff check .

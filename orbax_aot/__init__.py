@@ -11,6 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from orbax_aot.attaching import attach
+    from orbax_aot.checking import check
+    from orbax_aot.comparing import Difference, diff
+    from orbax_aot.editing import Pruned, prune
     from orbax_aot.errors import (
         AotError,
         CacheDirectoryError,
@@ -19,8 +23,10 @@ if TYPE_CHECKING:
         DeviceCountError,
         DeviceTypeError,
         IncompatibleExecutableError,
+        NoExecutablesError,
         NotSerializableError,
         SignatureError,
+        StepChangedError,
         UnsupportedFunctionError,
         UntrustedArtifactError,
     )
@@ -33,16 +39,24 @@ if TYPE_CHECKING:
     )
     from orbax_aot.functions import AotFunction, Executable, compile, jit
     from orbax_aot.handler import AotHandler, AotRestore, AotSave, Restored
+    from orbax_aot.inspection import inspect
     from orbax_aot.manifest import Manifest
+    from orbax_aot.precompiling import Precompiled, UnknownTopologyError, precompile
     from orbax_aot.report import FunctionReport, Reason, ReasonCode, RestoreReport, Verdict
     from orbax_aot.restored import RestoredFunctions, SavedFunction
+    from orbax_aot.signing import sign, verify
+    from orbax_aot.trust import Trust
     from orbax_aot.version import __version__
 
 _HOMES = {
+    "attaching": "attach",
+    "checking": "check",
+    "comparing": "Difference diff",
+    "editing": "Pruned prune",
     "errors": (
         "AotError CacheDirectoryError ClientMismatchError CorruptArtifactError DeviceCountError DeviceTypeError "
-        "IncompatibleExecutableError NotSerializableError SignatureError UnsupportedFunctionError "
-        "UntrustedArtifactError"
+        "IncompatibleExecutableError NoExecutablesError NotSerializableError SignatureError StepChangedError "
+        "UnsupportedFunctionError UntrustedArtifactError"
     ),
     "executable": (
         "PartiallySerialized is_serializable load_compiled_from_serialized partially_serialize "
@@ -50,9 +64,13 @@ _HOMES = {
     ),
     "functions": "AotFunction Executable compile jit",
     "handler": "AotHandler AotRestore AotSave Restored",
+    "inspection": "inspect",
     "manifest": "Manifest",
+    "precompiling": "Precompiled UnknownTopologyError precompile",
     "report": "FunctionReport Reason ReasonCode RestoreReport Verdict",
     "restored": "RestoredFunctions SavedFunction",
+    "signing": "sign verify",
+    "trust": "Trust",
     "version": "__version__",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -100,7 +100,7 @@ def _agree_on_function(
         _agree_on_signature(own, [view.signatures[i] for view in asked], index, all_live)
         for i, own in enumerate(plan.decisions)
     )
-    return dataclasses.replace(plan, decisions=decisions)
+    return dataclasses.replace(plan, decisions=decisions, live_everywhere=all_live)
 
 
 def _give_up(plan: FunctionPlan, process: int, why: str, *, live: bool) -> FunctionPlan:

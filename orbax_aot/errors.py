@@ -45,3 +45,15 @@ class CorruptArtifactError(AotError, ValueError):
 
 class UntrustedArtifactError(AotError, ValueError):
     """A saved executable may not be loaded under the handler's trust policy."""
+
+
+class NoExecutablesError(AotError, FileNotFoundError):
+    """A path leads to no item with executables, or to several."""
+
+    def __init__(self, message: str, several: bool = False):
+        super().__init__(message)
+        self.several = several
+
+
+class StepChangedError(AotError):
+    """A committed step was changed by another writer while a change to it was prepared."""

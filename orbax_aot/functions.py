@@ -15,9 +15,9 @@ import msgspec
 from absl import logging
 
 from orbax_aot import artifact as artifact_lib
+from orbax_aot import crash, topology, trees
 from orbax_aot import executable as executable_lib
 from orbax_aot import manifest as m
-from orbax_aot import topology, trees
 from orbax_aot._jax import compiled as compiled_lib
 from orbax_aot._jax import config as config_lib
 from orbax_aot._jax import context as context_lib
@@ -27,6 +27,8 @@ from orbax_aot.errors import NotSerializableError, UnsupportedFunctionError
 
 # More executables than this in one function are almost always a shape that changes from step to step.
 _MANY_SIGNATURES = 64
+# No more than this many are kept, lest such a function fill memory and checkpoints.
+_MAX_SIGNATURES = 512
 
 
 def jit(
@@ -307,7 +309,8 @@ class Executable:
             code=None if lowering is None else lowering.code,
             program=None if lowering is None else _program_digest(lowering.lowered),
         )
-        artifact = artifact_lib.pack(dataclasses.replace(serialized, signature=signature))
+        shared = () if lowering is None else values.large_constants(lowering.traced)
+        artifact = artifact_lib.pack(dataclasses.replace(serialized, signature=signature), shared)
         if lowering is None and self._complete is None:
             _bare_artifacts[self.compiled] = artifact
         return artifact
@@ -347,7 +350,9 @@ class Executable:
         if data is None:
             return artifact.with_portable(None, absent)
         platforms = portable_lib.PortableProgram.parse(data).platforms
-        return artifact.with_portable(data, platforms=platforms)
+        lowering = self._lowering
+        shared = () if lowering is None else values.large_constants(lowering.traced)
+        return artifact.with_portable(data, platforms=platforms, shared=shared)
 
 
 def _program_digest(lowered: jax.stages.Lowered) -> str:
@@ -443,9 +448,17 @@ class Entry:
     compiled: jax.stages.Compiled
     result: trees.Result
     order: tuple[int, ...] | None = None
+    first_run: crash.FirstRun | None = None
 
     def run(self, flat: Sequence[Any]) -> tuple[Any, Any]:
         """Returns the result and, where C++ can take over, the fast-path data for the calls to come."""
+        if self.first_run is not None and self.first_run.is_due:
+            return self.first_run.watch(
+                lambda: self._run(flat), lambda found: jax.block_until_ready(found[0])
+            )
+        return self._run(flat)
+
+    def _run(self, flat: Sequence[Any]) -> tuple[Any, Any]:
         if self.order is not None or self.result.order is not None:
             ordered = flat if self.order is None else [flat[i] for i in self.order]
             return self.result.build(dispatch.call_flat(self.compiled, ordered)), None
@@ -527,6 +540,7 @@ class AotFunction(DirectCall):
         self._first_code: str | None = None
         self._traced_codes: dict[Any, m.Code] = {}
         self._lock = threading.RLock()
+        self._warned_of_many = self._forgets = False
         self._lacking: str | None = None
         try:
             self._set_up(fun, jit_kwargs)
@@ -603,8 +617,11 @@ class AotFunction(DirectCall):
             "AotSave(fns={...})."
         )
 
-    def __deepcopy__(self, memo: Any) -> AotFunction:
+    def __copy__(self) -> AotFunction:
         return self  # functions are not copied either
+
+    def __deepcopy__(self, memo: Any) -> AotFunction:
+        return self
 
     @property
     def executables(self) -> tuple[Executable, ...]:
@@ -706,13 +723,32 @@ class AotFunction(DirectCall):
         if entry is None:
             entry = self.compile_call(call)
         self._entries[call.key] = entry
-        if len(self._entries) == _MANY_SIGNATURES:
+        self._limit_signatures()
+        return entry
+
+    def _limit_signatures(self) -> None:
+        """Warns of many signatures, and forgets the oldest where there are too many. Runs under the lock."""
+        count = len(self._entries)
+        if count == _MANY_SIGNATURES and not self._warned_of_many:
+            self._warned_of_many = True
             logging.warning(
                 "%s: %d signatures so far, all kept and saved. If a shape changes with each call, pad it.",
                 self._name,
-                _MANY_SIGNATURES,
+                count,
             )
-        return entry
+        while len(self._entries) > _MAX_SIGNATURES:
+            if not self._forgets:
+                self._forgets = True
+                logging.warning(
+                    "%s: more than %d signatures; the oldest are forgotten and no longer saved. If a shape changes "
+                    "with each call, pad it.",
+                    self._name,
+                    _MAX_SIGNATURES,
+                )
+            oldest = next(iter(self._entries))
+            del self._entries[oldest]
+            self._executables.pop(oldest, None)
+            self._traced_codes.pop(oldest[:-1], None)
 
     def adopt(self, call: Call, executable: Executable) -> None:
         """Keeps a restored executable under the signature of a call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from orbax_aot import restoring as restoring_lib
 from orbax_aot import saving as saving_lib
 from orbax_aot import store as store_lib
 from orbax_aot import topology
+from orbax_aot import trust as trust_lib
 
 _VERIFY = ("code", "program", "signature")
 _ON_MISMATCH = ("recompile", "raise")
@@ -44,19 +46,28 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         self,
         state_handler: ocp.CheckpointHandler | None = None,
         *,
+        trust: trust_lib.Trust | None = None,
         timeout_secs: float = 600.0,
+        probe: bool = False,
     ):
         """Makes a handler.
 
         Args:
           state_handler: stores the state; `StandardCheckpointHandler` unless given.
+          trust: whose executables are loaded; `Trust.owner()` unless given. With a private key, saves are signed.
           timeout_secs: seconds after which the executable part of a save is dropped, with the reason `TIMEOUT`, and
-            the step commits without it.
+            the step commits without it; also how long a restore waits for the manifest, and the processes of a job
+            for each other.
+          probe: try executables in a child process before they are loaded here; for jobs of one process, on devices
+            that a child can open. Costs the start of a process.
         """
         self._state_handler: Any = state_handler or ocp.StandardCheckpointHandler()
+        self._trust = trust or trust_lib.Trust.owner()
         self._timeout_secs = timeout_secs
+        self._probe = probe
         self._json_handler = ocp.JsonCheckpointHandler()
         self._saves_state = True
+        self._restored: weakref.WeakSet[restored_lib.RestoredFunction] = weakref.WeakSet()
         # Orbax asks the instance. The class's own typestr stays unique, since classes are registered by it.
         self.typestr = self._typestr  # type: ignore[method-assign]
 
@@ -68,7 +79,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
 
     async def async_save(self, directory: epath.Path, args: AotSave) -> list[Any] | None:
         """Starts a save. On the training thread only the state's own part and a snapshot of references run."""
-        snapshot = saving_lib.take_snapshot(args)
+        snapshot = saving_lib.take_snapshot(args, tuple(self._restored))
         handler, handler_args = self._wrapped_save(args)
         if isinstance(handler, ocp.AsyncCheckpointHandler):
             futures = list(await handler.async_save(directory, args=handler_args) or [])
@@ -88,11 +99,11 @@ class AotHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: epath.Path, args: AotSave) -> None:
         """Saves and waits."""
-        snapshot = saving_lib.take_snapshot(args)
+        snapshot = saving_lib.take_snapshot(args, tuple(self._restored))
         handler, handler_args = self._wrapped_save(args)
         handler.save(directory, args=handler_args)
         if snapshot is not None:
-            saving_lib.Saving(snapshot, self._timeout_secs).run(store_lib.Store(directory))
+            self._write(directory, snapshot)
 
     def _wrapped_save(self, args: AotSave) -> tuple[Any, Any]:
         self._saves_state = args.item is not None or (self._saves_state and args.fns is None)
@@ -109,7 +120,11 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         )
 
     async def _commit(self, directory: epath.Path, snapshot: saving_lib.Snapshot) -> None:
-        """Serializes and writes; runs on a thread of Orbax's. Never raises."""
+        """Serializes and writes; runs on a thread of Orbax's."""
+        self._write(directory, snapshot)
+
+    def _write(self, directory: epath.Path, snapshot: saving_lib.Snapshot) -> None:
+        """Serializes and writes. Never raises."""
         try:
             saving = saving_lib.Saving(snapshot, self._timeout_secs)
             saving.run(store_lib.Store(directory))
@@ -117,9 +132,10 @@ class AotHandler(ocp.AsyncCheckpointHandler):
             logging.exception("orbax_aot: no executables in this save; the state is saved.")
 
     def finalize(self, directory: epath.Path) -> None:
-        """Passes on to the wrapped handler, where there is a state."""
+        """Passes on to the wrapped handler, where there is a state; then signs, which takes the state's own index."""
         if restoring_lib.has_state(directory):
             self._state_handler.finalize(directory)
+        saving_lib.sign(store_lib.Store(directory), self._trust, self._timeout_secs)
 
     def close(self) -> None:
         self._state_handler.close()
@@ -147,15 +163,21 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         """
         args = args or AotRestore()
         directory = epath.Path(directory)
-        restoring = restoring_lib.Restoring(directory, args)
-        restoring.start()
+        restoring = restoring_lib.begin(
+            directory, args, self._timeout_secs, trust=self._trust, probe=self._probe
+        )
         if args.on_mismatch == "raise":
             restoring.require_fit()
         state = self._restore_state(directory, args, restoring)
-        return Restored(state, restoring.finish())
+        fns = restoring.finish()
+        self._restored.update(restoring.functions)
+        return Restored(state, fns)
 
     def _restore_state(
-        self, directory: epath.Path, args: AotRestore, restoring: restoring_lib.Restoring
+        self,
+        directory: epath.Path,
+        args: AotRestore,
+        restoring: restoring_lib.Restoring | restoring_lib.NothingRestored,
     ) -> Any:
         if not restoring_lib.has_state(directory):
             return None
@@ -170,7 +192,8 @@ class AotHandler(ocp.AsyncCheckpointHandler):
                 target = restoring.make_target(lambda: self._state_handler.metadata(directory))
             wrapped_args = restore_args() if target is None else restore_args(target)
         handler: Any = self._state_handler
-        state = handler.restore(directory, args=wrapped_args)
+        with restoring.timeline.span("state", "weights"):
+            state = handler.restore(directory, args=wrapped_args)
         return restoring.give_weak_types(state)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from orbax_aot import strict_json
 from orbax_aot.errors import CorruptArtifactError
 
 FORMAT = "orbax-aot"
@@ -19,9 +20,11 @@ FORMAT = "orbax-aot"
 #   [1, 0] 2026-12-01  first version
 FORMAT_VERSION = (1, 0)
 
-MAX_MANIFEST_NBYTES = 256 << 20
+MAX_MANIFEST_NBYTES = 64 << 20  # 500 arrays take 200 kB
 MAX_PAYLOAD_NBYTES = 16 << 30
 MAX_RANK = 64
+MAX_DEVICES = 1 << 20
+MAX_NAME = 4096  # characters of a function's name or of a path of keys
 
 
 class _Struct(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -123,6 +126,21 @@ class File(_Struct, frozen=True, kw_only=True):
     codec: str
 
 
+class Cut(File, frozen=True, kw_only=True):
+    """Bytes that were cut out of a file, at offset `at` of its raw bytes, since other files hold them too."""
+
+    at: int
+
+
+class CutFile(File, frozen=True, kw_only=True):
+    """A file whose raw bytes are its own with those of `cuts` put back in.
+
+    `raw_sha256` and `raw_nbytes` are of the whole; `sha256` and `nbytes` of the stored rest.
+    """
+
+    cuts: tuple[Cut, ...] = ()
+
+
 class Constant(File, frozen=True, kw_only=True):
     """A constant that the program takes as a hidden leading argument."""
 
@@ -141,7 +159,7 @@ class Layouts(_Struct, frozen=True, kw_only=True):
     outputs: tuple[int | None, ...] = ()
 
 
-class Variant(File, frozen=True, kw_only=True):
+class Variant(CutFile, frozen=True, kw_only=True):
     """One executable of a signature: for one topology and environment."""
 
     topology: Topology
@@ -166,6 +184,11 @@ class Variant(File, frozen=True, kw_only=True):
     cost: dict[str, float]
     memory: dict[str, int]
 
+    @property
+    def shared(self) -> tuple[File, ...]:
+        """The files beside all functions that it needs."""
+        return (*self.constants, *self.cuts)
+
 
 class Code(_Struct, frozen=True, kw_only=True):
     """Fingerprints of the Python code: of the function alone, and of a call with its arguments' static parts."""
@@ -175,7 +198,7 @@ class Code(_Struct, frozen=True, kw_only=True):
     undecidable: tuple[str, ...]
 
 
-class Portable(File, frozen=True, kw_only=True):
+class Portable(CutFile, frozen=True, kw_only=True):
     """The StableHLO of a signature, as `jax.export` serializes it, with flat arguments and results."""
 
     platforms: tuple[str, ...]
@@ -255,6 +278,11 @@ class Manifest(msgspec.Struct, frozen=True):
         return self.version[0] == FORMAT_VERSION[0]
 
 
+# Made here, since this evaluates annotations: in a restore no code is compiled.
+_DOCUMENT = msgspec.json.Decoder(_Document)
+_BODY = msgspec.json.Decoder(Body)
+
+
 class Tables:
     """The meshes, shardings and layouts of a manifest while it is written, each stored once."""
 
@@ -284,17 +312,23 @@ class Tables:
             layouts=tuple(self.layouts),
         )
 
+    def adopt_sharding(self, index: int | None, body: Body) -> int | None:
+        """Returns the index in these tables of a sharding of another manifest `body`."""
+        if index is None:
+            return None
+        value = body.shardings[index]
+        if value.mesh is not None:
+            value = msgspec.structs.replace(value, mesh=self.add_mesh(body.meshes[value.mesh]))
+        return self.add_sharding(value)
+
+    def adopt_function(self, function: Function, body: Body) -> Function:
+        """Returns `function` of another manifest `body` with its table indices moved into these tables."""
+        signatures = tuple(self.adopt_signature(s, body) for s in function.signatures)
+        return msgspec.structs.replace(function, signatures=signatures)
+
     def adopt_signature(self, signature: Signature, body: Body) -> Signature:
         """Returns `signature` of another manifest `body` with its table indices moved into these tables."""
-
-        def sharding(index: int | None) -> int | None:
-            if index is None:
-                return None
-            value = body.shardings[index]
-            if value.mesh is not None:
-                mesh = self.add_mesh(body.meshes[value.mesh])
-                value = msgspec.structs.replace(value, mesh=mesh)
-            return self.add_sharding(value)
+        sharding = lambda index: self.adopt_sharding(index, body)
 
         def layout(index: int | None) -> int | None:
             return None if index is None else self.add_layout(body.layouts[index])
@@ -329,14 +363,55 @@ class Tables:
         )
 
 
+def files_of(body: Body) -> dict[str, File]:
+    """Returns the files that a manifest names, each once, by their path below the folder it lies in."""
+    files: dict[str, File] = {}
+    for function in body.functions.values():
+        for signature in function.signatures:
+            folder = f"{function.folder}/{signature.folder}"
+            for variant in signature.variants:
+                files[f"{folder}/{variant.file}"] = variant
+                files.update({file.file: file for file in variant.shared})
+            if signature.portable is not None:
+                files[f"{folder}/{signature.portable.file}"] = signature.portable
+                files.update({file.file: file for file in signature.portable.cuts})
+    return files
+
+
+def rebuilt(body: Body, functions: Mapping[str, Function], tables: Tables) -> Body:
+    """Returns `body` with other functions, over tables that hold what they and the state need and nothing else.
+
+    The functions' indices are those of `tables` already; the state's are moved there.
+    """
+    state = {
+        path: msgspec.structs.replace(leaf, sharding=tables.adopt_sharding(leaf.sharding, body))
+        for path, leaf in body.state.items()
+    }
+    return msgspec.structs.replace(
+        tables.body(),
+        created_by=body.created_by,
+        kind=body.kind,
+        state=state,
+        functions=dict(functions),
+    )
+
+
 def encode(body: Body) -> bytes:
-    """Returns the bytes of `manifest.json` for `body`."""
+    """Returns the bytes of `manifest.json` for `body`.
+
+    Raises:
+      ValueError: they could not be read again.
+    """
     text = msgspec.json.encode(body)
     digest = hashlib.sha256(text).hexdigest()
     document = _Document(
         format=FORMAT, version=FORMAT_VERSION, sha256=digest, body=msgspec.Raw(text)
     )
-    return msgspec.json.encode(document)
+    data = msgspec.json.encode(document)
+    if len(data) > MAX_MANIFEST_NBYTES:
+        raise ValueError(f"a manifest of {len(data)} bytes; at most {MAX_MANIFEST_NBYTES} are read")
+    decode(data)  # what could not be read, for its depth or for a number, is better not written
+    return data
 
 
 def decode(data: bytes, path: str = "manifest.json") -> Manifest:
@@ -349,29 +424,38 @@ def decode(data: bytes, path: str = "manifest.json") -> Manifest:
       CorruptArtifactError: what was found does not have the form of a manifest or does not match its digest; the
         message has the path and the JSON path.
     """
+    document = _decode_document(data, path)
+    if document.version[0] != FORMAT_VERSION[0]:
+        return Manifest(version=document.version, body=Body(), path=path)
     try:
-        document = msgspec.json.decode(data, type=_Document)
+        strict_json.require(data)
+        body = _BODY.decode(document.body)
+    except (msgspec.DecodeError, RecursionError, strict_json.StrictJsonError) as e:
+        why = str(e)
+        if isinstance(e, msgspec.DecodeError):  # its paths begin in the body
+            why = why.replace("`$", "`$.body")
+        raise CorruptArtifactError(f"{path}: {why}. Save this step again.") from e
+    _check_references(body, path)
+    return Manifest(version=document.version, body=body, path=path)
+
+
+def _decode_document(data: bytes, path: str) -> _Document:
+    """Reads the outermost level and compares the digest; looks no further into the body."""
+    try:
+        document = _DOCUMENT.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise CorruptArtifactError(f"{path}: not a manifest: {e}. Save this step again.") from e
     if document.format != FORMAT:
         raise CorruptArtifactError(
             f"{path}: expected format {FORMAT!r}, found {document.format[:40]!r}."
         )
-    text = bytes(document.body)
-    digest = hashlib.sha256(text).hexdigest()
+    digest = hashlib.sha256(document.body).hexdigest()
     if digest != document.sha256:
         raise CorruptArtifactError(
             f"{path}: the digest of the body is {digest[:12]}…, expected {document.sha256[:12]}…. "
             "The file was damaged or edited; save this step again."
         )
-    if document.version[0] != FORMAT_VERSION[0]:
-        return Manifest(version=document.version, body=Body(), path=path)
-    try:
-        body = msgspec.json.decode(text, type=Body)
-    except (msgspec.DecodeError, RecursionError) as e:
-        raise CorruptArtifactError(f"{path}: {e}. Save this step again.") from e
-    _check_references(body, path)
-    return Manifest(version=document.version, body=body, path=path)
+    return document
 
 
 def _check_references(body: Body, path: str) -> None:
@@ -396,6 +480,10 @@ def _check_references(body: Body, path: str) -> None:
     for path_, leaf in body.state.items():
         require(leaf.sharding, body.shardings, f"$.body.state[{path_!r}].sharding")
     for name, function in body.functions.items():
+        if len(name) > MAX_NAME:
+            raise CorruptArtifactError(
+                f"{path}: $.body.functions: a name of {len(name)} characters."
+            )
         for i, signature in enumerate(function.signatures):
             where = f"$.body.functions[{name!r}].signatures[{i}]"
             for leaf in (*signature.inputs, *signature.outputs):
@@ -406,6 +494,8 @@ def _check_references(body: Body, path: str) -> None:
                     raise CorruptArtifactError(
                         f"{path}: {where}…{leaf.path}.shape: {leaf.shape} is out of range."
                     )
+            if signature.portable is not None:
+                _check_sizes(signature.portable, f"{where}.portable", path)
             for j, variant in enumerate(signature.variants):
                 _check_variant(variant, signature, body, f"{where}.variants[{j}]", path, require)
 
@@ -438,10 +528,35 @@ def _check_variant(
             raise CorruptArtifactError(
                 f"{path}: {where}.{name}: {found} entries, expected {expected}."
             )
-    for file in (variant, *variant.constants):
-        if not (
-            0 <= file.nbytes <= MAX_PAYLOAD_NBYTES and 0 <= file.raw_nbytes <= MAX_PAYLOAD_NBYTES
-        ):
-            raise CorruptArtifactError(
-                f"{path}: {where}: sizes {file.nbytes} and {file.raw_nbytes} are out of range."
-            )
+    files: list[File] = [variant, *variant.shared]
+    if signature.portable is not None:
+        files += [signature.portable, *signature.portable.cuts]
+    for file in files:
+        _check_sizes(file, where, path)
+    _check_topology(variant.topology, f"{where}.topology", path)
+
+
+def _check_topology(topology: Topology, where: str, path: str) -> None:
+    """Raises `CorruptArtifactError` where the numbers of devices disagree: a wrong one aborts in native code."""
+    count = topology.count
+    fits = (
+        0 < count <= MAX_DEVICES
+        and topology.replicas > 0
+        and topology.partitions > 0
+        and topology.replicas * topology.partitions == count
+        and len(topology.ids) == len(topology.processes) == count
+        and (topology.coords is None or len(topology.coords) == count)
+    )
+    if not fits:
+        raise CorruptArtifactError(
+            f"{path}: {where}: {count} devices, {topology.replicas}x{topology.partitions} replicas x partitions, "
+            f"{len(topology.ids)} ids and {len(topology.processes)} processes disagree."
+        )
+
+
+def _check_sizes(file: File, where: str, path: str) -> None:
+    """Raises `CorruptArtifactError` for sizes that no file of this package has."""
+    if not all(0 <= n <= MAX_PAYLOAD_NBYTES for n in (file.nbytes, file.raw_nbytes)):
+        raise CorruptArtifactError(
+            f"{path}: {where}: sizes {file.nbytes} and {file.raw_nbytes} are out of range."
+        )

@@ -37,7 +37,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     `mesh` and `positions` describe a mesh over the machine's devices, row-major; `devices` a plain list; `single` is
     where a program for one device goes unless its arguments lie elsewhere. `functions`
-    names what is wanted (None: all that is saved). `verify` is "code", "program" or "signature".
+    names what is wanted (None: all that is saved). `verify` is "code", "program" or "signature". `untrusted` says what
+    stands against the saved native code, `portable_untrusted` what stands against the StableHLO; "" where nothing does.
     """
 
     mesh: tuple[tuple[str, int], ...] | None = None
@@ -47,6 +48,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     functions: dict[str, Wanted] | None = None
     verify: str = "code"
     disabled: bool = False
+    untrusted: str = ""
+    portable_untrusted: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +76,7 @@ class FunctionPlan:
     decisions: tuple[Decision, ...] = ()
     reasons: tuple[Reason, ...] = ()
     live: bool = False
+    live_everywhere: bool = True  # in all processes of the job that has it here
 
     @property
     def verdict(self) -> Verdict:
@@ -115,6 +119,9 @@ def decide(
         elif function is None:
             detail = f"no function named {name!r}" + (f", only {sorted(saved)}" if saved else "")
             plans[name] = FunctionPlan((), (Reason(ReasonCode.NOT_SAVED, detail),), want.live)
+        elif not function.signatures and function.absent is None:
+            reason = Reason(ReasonCode.NOT_SAVED, "no signature of it")
+            plans[name] = FunctionPlan((), (reason,), want.live)
         elif function.absent is not None:
             plans[name] = FunctionPlan((), (_reason_of(function.absent),), want.live)
         else:
@@ -137,7 +144,11 @@ def decide_signature(
 ) -> Decision:
     """Decides for one signature: the best variant, or why none can be loaded here."""
     if signature.absent is not None:
-        return _without_executable(signature, (_reason_of(signature.absent),), machine, want)
+        reasons = (_reason_of(signature.absent),)
+        return _without_executable(signature, reasons, machine, request, want)
+    if request.untrusted:
+        reasons = (Reason(ReasonCode.UNTRUSTED, request.untrusted),)
+        return _without_executable(signature, reasons, machine, request, want)
     fitting: list[Decision] = []
     unfit: list[tuple[Reason, ...]] = []
     for index, variant in enumerate(signature.variants):
@@ -158,7 +169,7 @@ def decide_signature(
     if not fitting:
         fallback = (Reason(ReasonCode.NOT_SAVED, "no executable of this signature"),)
         reasons = min(unfit, key=len) if unfit else fallback
-        return _without_executable(signature, reasons, machine, want)
+        return _without_executable(signature, reasons, machine, request, want)
     asked = len(request.devices or request.positions)
 
     def merit(decision: Decision) -> tuple[bool, int, int]:
@@ -172,14 +183,35 @@ def decide_signature(
 
 
 def _without_executable(
-    signature: m.Signature, reasons: tuple[Reason, ...], machine: Machine, want: Wanted
+    signature: m.Signature,
+    reasons: tuple[Reason, ...],
+    machine: Machine,
+    request: Request,
+    want: Wanted,
 ) -> Decision:
     if want.live:
         return Decision(Verdict.RECOMPILED, reasons)
-    portable = signature.portable
-    if portable is not None and machine.topology.platform in portable.platforms:
-        return Decision(Verdict.REBUILT, reasons)
-    return Decision(Verdict.REFUSED, reasons)
+    if request.portable_untrusted:
+        return Decision(Verdict.REFUSED, reasons)
+    if (obstacle := _find_no_portable(signature, machine)) is not None:
+        return Decision(Verdict.REFUSED, (*reasons, obstacle))
+    return Decision(Verdict.REBUILT, reasons)
+
+
+def _find_no_portable(signature: m.Signature, machine: Machine) -> Reason | None:
+    """Returns why there is no StableHLO to build from here; None where there is."""
+    portable, platform = signature.portable, machine.topology.platform
+    if portable is not None:
+        # Devices say "gpu" where exports say which kind.
+        accepted = ("cuda", "rocm") if platform == "gpu" else (platform,)
+        if not set(accepted).isdisjoint(portable.platforms):
+            return None
+        return Reason(
+            ReasonCode.PLATFORM, f"StableHLO for {', '.join(portable.platforms)}", platform
+        )
+    if signature.portable_absent is not None:
+        return _reason_of(signature.portable_absent)
+    return Reason(ReasonCode.NEEDS_SOURCE, "no StableHLO was stored (portable=False)")
 
 
 def _judge_code(
@@ -269,24 +301,29 @@ def find_environment_changes(saved: m.Environment, here: m.Environment) -> list[
     if (saved.jax, saved.jaxlib) != (here.jax, here.jaxlib):
         reasons.append(Reason(ReasonCode.JAX_VERSION, versions(saved), versions(here)))
     if saved.cpu_features != here.cpu_features:
-        gone, come = _set_difference(saved.cpu_features, here.cpu_features)
+        gone, come = set_difference(saved.cpu_features, here.cpu_features)
         reasons.append(Reason(ReasonCode.CPU_FEATURES, gone, come))
+    config, config_here = saved.config, here.config
+    if saved.jax != here.jax:  # each JAX has settings of its own
+        common = config.keys() & config_here.keys()
+        config = {name: config[name] for name in common}
+        config_here = {name: config_here[name] for name in common}
     for code, there, now in (
         (ReasonCode.XLA_FLAGS, saved.xla_flags, here.xla_flags),
-        (ReasonCode.JAX_CONFIG, saved.config, here.config),
+        (ReasonCode.JAX_CONFIG, config, config_here),
     ):
         if there != now:
-            reasons.append(Reason(code, *_dict_difference(there, now)))
+            reasons.append(Reason(code, *dict_difference(there, now)))
     return reasons
 
 
-def _set_difference(saved: str, here: str) -> tuple[str, str]:
+def set_difference(saved: str, here: str) -> tuple[str, str]:
     a, b = set(saved.split(",")), set(here.split(","))
     only = lambda s: ",".join(sorted(s)[:8]) + (f" and {len(s) - 8} more" if len(s) > 8 else "")
     return f"only there: {only(a - b) or '-'}", f"only here: {only(b - a) or '-'}"
 
 
-def _dict_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, str]:
+def dict_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, str]:
     names = sorted(n for n in {*saved, *here} if saved.get(n) != here.get(n))
     show = lambda d: ", ".join(f"{n}={d.get(n, 'unset')}" for n in names)
     return show(saved), show(here)

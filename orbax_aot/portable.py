@@ -27,6 +27,8 @@ from orbax_aot.errors import AotError
 
 # Custom calls that run Python, or another framework, on the host.
 _HOST_CALL_WORDS = ("callback", "py_func", "tf.call_tf_function", "CustomSPMDPartitioning")
+# Custom calls that carry a kernel of their own, which may touch any memory of the device.
+_KERNEL_CALLS = frozenset({"tpu_custom_call", "mosaic_gpu_v2"})
 _GPU_PLATFORMS = ("cuda", "rocm")
 _WIDE_KINDS = ("int64", "uint64", "float64", "complex128")
 
@@ -206,6 +208,12 @@ class PortableProgram:
     _exported: export_door.Exported = dataclasses.field(repr=False)
     _facts: mlir.ModuleFacts = dataclasses.field(repr=False)
 
+    @property
+    def outside_calls(self) -> tuple[str, ...]:
+        """Calls out of StableHLO: to the host, to whatever is registered in the process, and kernels in it."""
+        kernels = {*self.custom_calls} & _KERNEL_CALLS
+        return tuple(sorted({*self.host_calls, *self.unknown_calls, *kernels}))
+
     @classmethod
     def parse(cls, data: bytes) -> PortableProgram:
         """Reads what `export_program` returned; compiles nothing.
@@ -299,6 +307,10 @@ class PortableProgram:
         except Exception as e:
             detail = f"Compiling the stored StableHLO failed ({_shortened(str(e))})."
             raise PortableError(Obstacle("NEEDS_SOURCE", detail)) from e
+
+    def as_text(self) -> str:
+        """Returns the StableHLO as text."""
+        return self._exported.mlir_module()
 
     # --- obstacles ---
 

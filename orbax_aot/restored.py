@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
+import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jaxlib.version
 from absl import logging
 
+from orbax_aot import agreement, crash, multihost, trees
 from orbax_aot import artifact as artifact_lib
 from orbax_aot import functions as functions_lib
 from orbax_aot import manifest as m
 from orbax_aot import plan as plan_lib
-from orbax_aot import trees
 from orbax_aot._jax import compiled as compiled_lib
 from orbax_aot._jax import dispatch, values
 from orbax_aot.errors import (
     CorruptArtifactError,
     IncompatibleExecutableError,
     SignatureError,
+    UntrustedArtifactError,
 )
-from orbax_aot.executable import LoadedProgram
+from orbax_aot.executable import LoadedProgram, PartiallySerialized
 from orbax_aot.report import ALARMING, FunctionReport, Reason, ReasonCode, RestoreReport, Verdict
+from orbax_aot.timeline import Timeline
 
 _loaders = concurrent.futures.ThreadPoolExecutor(
     max_workers=max(2, min(8, os.cpu_count() or 2)), thread_name_prefix="orbax_aot_load"
@@ -55,8 +60,12 @@ class RestoredSignature:
         decision: plan_lib.Decision,
         devices: tuple[Any, ...],
         place: RebuildPlace,
+        probe: Callable[[], str] | None = None,
     ):
-        """`devices` are those of the decision's assignment, in order; `place` is where to rebuild otherwise."""
+        """`devices` are those of the decision's assignment, in order; `place` is where to rebuild otherwise.
+
+        `probe` tells why the executable should not be loaded here, "" where it may.
+        """
         self.owner = owner
         self.saved = saved
         self.signature = saved.signature
@@ -64,6 +73,7 @@ class RestoredSignature:
         self.decision = decision
         self.devices = devices
         self.place = place
+        self._probe = probe
         self.verdict = decision.verdict
         self.reasons = decision.reasons
         self.checked_by = ""
@@ -71,12 +81,14 @@ class RestoredSignature:
         self.nbytes = 0
         self.artifact: artifact_lib.Artifact | None = None
         self.executable: functions_lib.Executable | None = None
-        self._where = f"{owner.name}/{index}"
+        self.where = f"{owner.name}/{index}"
         self._lock = threading.RLock()
         self._decoder = values.Decoder(saved.body, devices) if devices else None
         self._rebuilt: jax.stages.Compiled | None = None
         self._programs: dict[tuple[Any, ...], LoadedProgram] = {}
+        self._others: artifact_lib.Others | None = None
         self._loading: concurrent.futures.Future[None] | None = None
+        self._crash_key = ""
 
     @property
     def variant(self) -> m.Variant | None:
@@ -105,7 +117,7 @@ class RestoredSignature:
         if self.variant is not None:
             self._load()
         if self.variant is None and not self.owner.live:
-            if self.signature.portable is not None:
+            if self.saved.portable is not None:
                 self._rebuild()
             if self.verdict is Verdict.REFUSED:
                 self.owner.announce(Verdict.REFUSED, self.reasons, self.secs)
@@ -113,11 +125,15 @@ class RestoredSignature:
     def _load(self) -> None:
         try:
             start = time.perf_counter()
-            self.artifact = self.saved.read_variant(self.decision.variant or 0)
-            serialized = self.artifact.unpack(self._where)
+            with self.owner.timeline.span(self.where, "read"):
+                self.artifact = self.saved.read_variant(self.decision.variant or 0)
+                serialized = self.artifact.unpack(self.where)
             self.nbytes = len(serialized.payload)
             if not self.needs_lowering:
-                self._programs[self.devices] = LoadedProgram.load(serialized, self.devices)
+                if self._probe is not None and (why := self._probe()):
+                    raise IncompatibleExecutableError(why)
+                with self.owner.timeline.span(self.where, "load"):
+                    self._programs[self.devices] = self._load_program(serialized, self.devices)
             self.secs = time.perf_counter() - start
             jax.monitoring.record_event_duration_secs(
                 "/jax/orbax_aot/restore/load_secs", self.secs, function=self.owner.name
@@ -125,12 +141,23 @@ class RestoredSignature:
             if self.verdict is not Verdict.PENDING:
                 self.owner.announce(self.verdict, (), self.secs)
         except Exception as e:
-            code = (
-                ReasonCode.CORRUPT
-                if isinstance(e, CorruptArtifactError)
-                else ReasonCode.LOAD_FAILED
-            )
-            self.give_up(Reason(code, _one_line(e)))
+            self.give_up(reason_of(e))
+
+    def _load_program(
+        self,
+        serialized: PartiallySerialized,
+        devices: tuple[Any, ...],
+        lowered: jax.stages.Lowered | None = None,
+    ) -> LoadedProgram:
+        """Loads the payload, unless it has ended two processes already."""
+        client = devices[0].client
+        self._crash_key = crash.key_of(
+            serialized.variant.raw_sha256, client.platform_version, jaxlib.version.__version__
+        )
+        if why := crash.find_crashes(self._crash_key):
+            raise IncompatibleExecutableError(why)
+        with crash.marked(self._crash_key):
+            return LoadedProgram.load(serialized, devices, lowered)
 
     def _rebuild(self) -> None:
         """Compiles the saved StableHLO for where it is to run here. Traces nothing of the user's."""
@@ -143,20 +170,19 @@ class RestoredSignature:
             program = portable_lib.PortableProgram.parse(self.saved.read_portable())
             if (why := self._find_other_program(program)) is not None:
                 return self.give_up(Reason(ReasonCode.CORRUPT, why))
+            if self.saved.is_confined and (calls := program.outside_calls):
+                why = f"the StableHLO calls {', '.join(calls)}, and comes from no trusted source"
+                return self.give_up(Reason(ReasonCode.UNTRUSTED, why))
             donated = [i for i, leaf in enumerate(self.signature.inputs) if leaf.donated]
             one_device = program.mesh_axes is None and program.nr_devices == 1
             mesh = None if one_device else self.place.mesh
-            compiled = program.compile(mesh, self.place.devices, donated=donated)
+            with self.owner.timeline.span(self.where, "rebuild"):
+                compiled = program.compile(mesh, self.place.devices, donated=donated)
         except portable_lib.PortableError as e:
             code = ReasonCode.__members__.get(e.obstacle.code, ReasonCode.NEEDS_SOURCE)
             return self.give_up(Reason(code, e.obstacle.detail))
         except Exception as e:
-            code = (
-                ReasonCode.CORRUPT
-                if isinstance(e, CorruptArtifactError)
-                else ReasonCode.LOAD_FAILED
-            )
-            return self.give_up(Reason(code, _one_line(e)))
+            return self.give_up(reason_of(e))
         with self._lock:
             self._rebuilt = compiled
             self.devices = compiled_lib.devices_of(compiled)
@@ -183,8 +209,12 @@ class RestoredSignature:
 
     def wait(self) -> None:
         """Waits for the background load, if there is one."""
-        if self._loading is not None:
-            self._loading.result()
+        loading = self._loading
+        if loading is not None and (error := loading.exception()) is not None:
+            with self._lock:
+                if self._loading is loading:  # the first to see it
+                    self._loading = None
+                    self.give_up(Reason(ReasonCode.LOAD_FAILED, _one_line(error)))
 
     def give_up(self, *reasons: Reason) -> None:
         """Notes that the saved executable will not be used."""
@@ -194,6 +224,19 @@ class RestoredSignature:
             self.verdict = Verdict.RECOMPILED if self.owner.live else Verdict.REFUSED
             self._programs.clear()
             self._rebuilt = None
+
+    def follow(self, decision: plan_lib.Decision) -> None:
+        """Takes over what all processes have agreed on."""
+        with self._lock:
+            if decision.verdict is Verdict.PENDING:
+                self.verdict, self.reasons = decision.verdict, decision.reasons
+                return
+            self.give_up()
+            self.verdict, self.reasons = decision.verdict, decision.reasons
+
+    @property
+    def spans_processes(self) -> bool:
+        return len({d.process_index for d in self.devices}) > 1
 
     def program_on(
         self, devices: tuple[Any, ...], lowered: jax.stages.Lowered | None = None
@@ -206,10 +249,12 @@ class RestoredSignature:
             if lowered is None and devices in self._programs:
                 return self._programs[devices]
             try:
-                serialized = self.artifact.unpack(self._where)
-                program = LoadedProgram.load(serialized, devices, lowered)
+                serialized = self.artifact.unpack(self.where)
+                program = self._load_program(serialized, devices, lowered)
             except Exception as e:
                 self.give_up(Reason(ReasonCode.LOAD_FAILED, _one_line(e)))
+                if self.verdict is Verdict.REFUSED:
+                    self.owner.announce(Verdict.REFUSED, self.reasons, self.secs)
                 return None
             self._programs[devices] = program
             return program
@@ -221,33 +266,47 @@ class RestoredSignature:
         signature = self.signature
         if not _same_static(signature.static, call.static):
             return Match(f"static arguments {signature.static}, now {call.static}")
+        saved_paths = [leaf.path for leaf in signature.inputs]
+        problems = []
         try:
-            order = trees.find_order([leaf.path for leaf in signature.inputs], call.paths)
-        except SignatureError as e:
-            return Match(str(e))
+            order = trees.find_order(saved_paths, call.paths)
+            where: Sequence[int | None] = order or range(len(saved_paths))
+        except SignatureError as e:  # the leaves that are on both sides are compared all the same
+            problems.append(str(e))
+            places = {path: i for i, path in enumerate(call.paths)}
+            where = [places.get(path) for path in saved_paths]
         weakly = False
-        differences = []
-        for i, leaf in enumerate(signature.inputs):
-            aval = call.avals[i if order is None else order[i]]
+        expected = (
+            self._expected_shardings() if self.is_usable and not self.decision.movable else []
+        )
+        differences = self._find_scattered(call)
+        for leaf, i, sharding in itertools.zip_longest(signature.inputs, where, expected):
+            if i is None:
+                continue
+            difference = None
             if leaf.kind != "token":
-                aval = getattr(aval, "inner_aval", aval)
-                differences += self._type_differences(leaf, aval)
+                aval = getattr(call.avals[i], "inner_aval", call.avals[i])
+                difference = self._find_other_type(leaf, aval)
                 weakly |= leaf.weak_type != bool(aval.weak_type)
-        if self.is_usable:
-            differences += self._find_misplaced(call, order)
+            if difference is None and hasattr(sharding, "is_equivalent_to"):
+                difference = self._find_other_place(leaf, call.placements[i], sharding)
+            if difference is not None:
+                differences.append(f"{leaf.path}: {difference}")
         if differences:
-            more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-            return Match("; ".join(differences[:_SHOWN]) + more)
-        return Match(weakly=weakly)
+            problems.append(_first_of(differences))
+        return Match("; ".join(problems), weakly)
 
-    def _type_differences(self, leaf: m.Leaf, aval: Any) -> list[str]:
+    def _find_other_type(self, leaf: m.Leaf, aval: Any) -> str | None:
+        """Returns how an argument's type differs from the saved one; None where it does not."""
         found = (tuple(aval.shape), values.describe_dtype(aval.dtype))
         if found != (leaf.shape, leaf.dtype):
             saved, now = list(leaf.shape), list(found[0])
-            return [f"{leaf.path}: saved as {leaf.dtype}{saved}, now {found[1]}{now}"]
-        if (types := self._explicit_types(leaf, aval)) is not None:
-            return [f"{leaf.path}: saved as {types[0]}, now {types[1]}"]
-        return []
+            return f"saved as {leaf.dtype}{saved}, now {found[1]}{now}"
+        # A live function would be traced anew for another explicit sharding. What was saved takes any array that lies
+        # where it should.
+        if self.owner.live and (types := self._explicit_types(leaf, aval)) is not None:
+            return f"saved as {types[0]}, now {types[1]}"
+        return None
 
     def _explicit_types(self, leaf: m.Leaf, aval: Any) -> tuple[str, str] | None:
         """Returns the shardings in two types that differ in explicit mesh axes; None where they agree."""
@@ -267,26 +326,22 @@ class RestoredSignature:
             now = f"{sharding.spec} over {axes}"
         return None if saved == now else (saved or "no explicit sharding", now or "none")
 
-    def _find_misplaced(self, call: functions_lib.Call, order: Sequence[int] | None) -> list[str]:
-        """Returns which arguments lie elsewhere than the executable expects them."""
-        if self.decision.movable:
-            asked = {d for p in call.placements if p is not None for d in p.device_set}
-            return [] if len(asked) < 2 else [f"runs on one device, got arrays on {len(asked)}"]
-        misplaced = []
-        for i, expected in enumerate(self._expected_shardings()):
-            if not hasattr(expected, "is_equivalent_to"):
-                continue
-            leaf = self.signature.inputs[i]
-            placement = call.placements[i if order is None else order[i]]
-            if placement is not None:
-                if not _equivalent(placement, expected, len(leaf.shape)):
-                    misplaced.append(
-                        f"{leaf.path}: expected on {_show(expected)}, got on {_show(placement)}"
-                    )
-            elif self.owner.live and leaf.sharding is not None and not expected.is_fully_replicated:
-                # jit would compile another program, in which XLA chooses where this argument lies.
-                misplaced.append(f"{leaf.path}: expected on {_show(expected)}, got on no device")
-        return misplaced
+    def _find_other_place(self, leaf: m.Leaf, placement: Any, expected: Any) -> str | None:
+        """Returns where an argument lies instead of where it is expected; None where it lies well."""
+        if placement is not None:
+            if not _equivalent(placement, expected, len(leaf.shape)):
+                return f"expected on {_show(expected)}, got on {_show(placement)}"
+        elif self.owner.live and leaf.sharding is not None and not expected.is_fully_replicated:
+            # jit would compile another program, in which XLA chooses where this argument lies.
+            return f"expected on {_show(expected)}, got on no device"
+        return None
+
+    def _find_scattered(self, call: functions_lib.Call) -> list[str]:
+        """Returns a difference where arguments for a program of one device lie on several."""
+        if not (self.is_usable and self.decision.movable):
+            return []
+        asked = {d for p in call.placements if p is not None for d in p.device_set}
+        return [] if len(asked) < 2 else [f"runs on one device, got arrays on {len(asked)}"]
 
     def _expected_shardings(self) -> list[Any]:
         """Returns where each input is expected, flat; None where it is unused or open."""
@@ -345,7 +400,8 @@ class RestoredSignature:
         variant = program.saved.variant
         committed = variant.committed or call.is_committed
         self._note_use(program)
-        return functions_lib.Entry(program.flat(committed=committed), result, order)
+        first_run = crash.FirstRun(self._crash_key)
+        return functions_lib.Entry(program.flat(committed=committed), result, order, first_run)
 
     def _note_use(self, program: LoadedProgram) -> None:
         variant = program.saved.variant
@@ -359,6 +415,8 @@ class RestoredSignature:
         """
         self.wait()
         with self._lock:
+            if self._rebuilt is not None and self.saved.is_confined:
+                return None  # saved by us, it would be trusted from then on
             if self.executable is not None and self.is_usable:
                 return self.executable
             if self._rebuilt is not None:
@@ -380,7 +438,13 @@ class RestoredSignature:
         """Returns what is to be saved: the variant at hand, told as it was saved, with its companions."""
         if self._rebuilt is not None:  # a new variant of the signature as it was saved
             artifact = artifact.as_variant_of(self.signature, self.body)
-        return self.saved.complete(artifact, skip=self.decision.variant)
+        return self.read_others().join(artifact)
+
+    def read_others(self) -> artifact_lib.Others:
+        """Reads what was saved beside what is in use, once; to be called while the step it came from is there."""
+        if self._others is None:
+            self._others = self.saved.read_others(skip=self.decision.variant)
+        return self._others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -413,7 +477,31 @@ def _equivalent(placement: Any, expected: Any, ndim: int) -> bool:
 
 def _same_static(saved: Sequence[Any], here: Sequence[Any]) -> bool:
     """Compares static arguments; what JSON could not hold is left to the fingerprint of the call."""
-    return [tuple(s) for s in saved] == [tuple(s) for s in here]
+    return _static_text(dict(saved)) == _static_text(dict(here))
+
+
+def reason_of(error: Exception) -> Reason:
+    """Returns the reason that an error while reading or loading gives."""
+    if isinstance(error, UntrustedArtifactError):
+        return Reason(ReasonCode.UNTRUSTED, str(error))
+    for kind, code in (
+        (CorruptArtifactError, ReasonCode.CORRUPT),
+        (TimeoutError, ReasonCode.TIMEOUT),
+    ):
+        if isinstance(error, kind):
+            return Reason(code, _one_line(error))
+    return Reason(ReasonCode.LOAD_FAILED, _one_line(error))
+
+
+def _listed(reasons: Sequence[Reason]) -> str:
+    """Returns reasons as a part of a sentence; the details of some are sentences themselves."""
+    return "; ".join(str(reason).rstrip(".") for reason in reasons)
+
+
+def _first_of(items: Sequence[str], separator: str = "; ") -> str:
+    """Returns the first few of `items` and how many more there are."""
+    more = f"{separator}and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return separator.join(items[:_SHOWN]) + more
 
 
 def _one_line(error: BaseException) -> str:
@@ -424,7 +512,17 @@ def _one_line(error: BaseException) -> str:
 class RestoredFunction:
     """All saved signatures of one function, with the plan for them, bound to a live function or to none."""
 
-    def __init__(self, name: str, plan: plan_lib.FunctionPlan, *, verify: str, on_mismatch: str):
+    def __init__(
+        self,
+        name: str,
+        plan: plan_lib.FunctionPlan,
+        *,
+        verify: str,
+        on_mismatch: str,
+        group: multihost.Group | None = None,
+        timeline: Timeline | None = None,
+    ):
+        """`group` holds the processes that must come to the same decisions; `timeline` takes what is done when."""
         self.name = name
         self.plan = plan
         self.live = plan.live
@@ -435,7 +533,62 @@ class RestoredFunction:
         self._reasons: tuple[Reason, ...] = plan.reasons
         self._secs = 0.0
         self._said: set[tuple[Verdict, str]] = set()
+        self._group = group
+        self.timeline = Timeline() if timeline is None else timeline
+        self._exchanges = itertools.count()
         self._lock = threading.RLock()
+
+    def as_plan(self) -> plan_lib.FunctionPlan:
+        """Returns what came of the plan, for the other processes; waits for loads."""
+        self.wait()
+        decisions = tuple(
+            dataclasses.replace(s.decision, verdict=s.verdict, reasons=s.reasons)
+            for s in self.signatures
+        )
+        return plan_lib.FunctionPlan(decisions, self._reasons, self.live)
+
+    def follow(self, plan: plan_lib.FunctionPlan) -> None:
+        """Takes over what all processes have agreed on after loading: what one lost, none uses."""
+        self.live = plan.live
+        self._reasons = plan.reasons
+        if not plan.decisions:
+            self._function_verdict = plan.verdict
+            for signature in self.signatures:
+                signature.give_up()
+        for signature, decision in zip(self.signatures, plan.decisions, strict=False):
+            if decision.verdict is not signature.verdict:
+                signature.follow(decision)
+
+    def _agree_on_call(
+        self, signature: RestoredSignature, verdict: Verdict, why: str
+    ) -> Reason | None:
+        """Returns why this call must not go on as `verdict`, which other processes do not share; None where all do.
+
+        Only programs that run in several processes need this. All make the call, and each asks here once, so that
+        one whose code differs does not run another program than the others.
+        """
+        if self._group is None or self._group.is_alone or not signature.spans_processes:
+            return None
+        if not self.plan.live_everywhere:
+            if verdict is Verdict.LOADED:
+                return None
+            raise self._refusal([Reason(ReasonCode.CODE_CHANGED, why)])
+        own = plan_lib.FunctionPlan(
+            (plan_lib.Decision(verdict, (Reason(ReasonCode.CODE_CHANGED, why),) if why else ()),),
+            (),
+            True,
+        )
+        try:
+            views = self._group.exchange(
+                f"call/{self.name}/{next(self._exchanges)}", agreement.make_view({self.name: own})
+            )
+        except Exception as e:
+            return Reason(ReasonCode.OTHER_PROCESS, str(e))
+        agreed = agreement.agree({self.name: own}, views, self._group.index)[self.name]
+        if agreed.verdict is verdict:
+            return None
+        reasons = agreed.reasons or agreed.decisions[0].reasons
+        return reasons[-1] if reasons else Reason(ReasonCode.OTHER_PROCESS)
 
     def start(self) -> None:
         for signature in self.signatures:
@@ -449,6 +602,13 @@ class RestoredFunction:
         """Returns what has been loaded and not been refuted."""
         found = (s.as_executable() for s in self.signatures)
         return tuple(e for e in found if e is not None)
+
+    def read_others(self) -> None:
+        """Reads what later saves store beside what is in use. Takes file reads, so it belongs in a commit."""
+        for signature in self.signatures:
+            signature.wait()
+            if signature.is_usable:
+                signature.read_others()
 
     def report(self) -> FunctionReport:
         """Returns what became of the function; waits for loads under way."""
@@ -477,6 +637,8 @@ class RestoredFunction:
         Raises:
           IncompatibleExecutableError: a saved executable may not be used, and `on_mismatch="raise"`.
         """
+        if self._function_verdict is Verdict.REFUSED:
+            raise self._refusal(self._reasons)
         if not self.signatures:
             return self._compile(call, function, self._reasons)
         matches = [(signature, signature.match(call)) for signature in self.signatures]
@@ -502,8 +664,12 @@ class RestoredFunction:
     ) -> functions_lib.Entry | None:
         signature.wait()
         if signature.variant is None:
+            if signature.verdict is Verdict.REFUSED:
+                raise self._refusal(signature.reasons)
             return self._compile(call, function, signature.reasons, signature)
         doubt = self._find_doubt(signature, call, function, weakly=weakly)
+        verdict = Verdict.LOADED if doubt is None else Verdict.PENDING
+        doubt = self._agree_on_call(signature, verdict, str(doubt or "")) or doubt
         if doubt is None:
             try:
                 entry = signature.make_entry(call, exact=True)
@@ -520,6 +686,12 @@ class RestoredFunction:
                     "code" if self.verify == "code" else self.verify,
                 )
         return self._compare_programs(signature, call, function, doubt)
+
+    def _refusal(self, reasons: Sequence[Reason]) -> IncompatibleExecutableError:
+        return IncompatibleExecutableError(
+            f"{self.name}: cannot be called here: {'; '.join(map(str, reasons))}. All processes refuse it "
+            "alike, since those without the live function could not compile it."
+        )
 
     def _find_doubt(
         self,
@@ -562,17 +734,27 @@ class RestoredFunction:
         """Traces and lowers here; runs the saved executable where the program is the same."""
         from orbax_aot.program import program_digest
 
-        lowering = function.lower_call(call)
+        with self.timeline.span(signature.where, "trace and lower"):
+            lowering = function.lower_call(call)
         saved = signature.signature.program
         here = program_digest(lowering.lowered)
         same = saved == here or (self.verify == "signature" and signature.needs_lowering)
+        reasons = [doubt] if doubt.code is ReasonCode.CODE_CHANGED else []
         if not same:
-            reasons = [doubt] if doubt.code is ReasonCode.CODE_CHANGED else []
-            changed = Reason(
-                ReasonCode.PROGRAM_CHANGED, f"program {str(saved)[7:15]}", f"program {here[7:15]}"
+            reasons.append(
+                Reason(
+                    ReasonCode.PROGRAM_CHANGED,
+                    f"program {str(saved)[7:15]}",
+                    f"program {here[7:15]}",
+                )
             )
+        verdict = Verdict.LOADED if same else Verdict.RECOMPILED
+        other = self._agree_on_call(signature, verdict, "" if same else str(reasons[-1]))
+        if other is not None:
+            reasons.append(other)
+        if not same or other is not None:
             signature.reasons = ()
-            signature.give_up(*reasons, changed)
+            signature.give_up(*reasons)
             return self._compile(call, function, signature.reasons, signature, lowering)
         entry = signature.make_entry(call, exact=False, lowered=lowering.lowered)
         if entry is None:
@@ -608,12 +790,17 @@ class RestoredFunction:
     ) -> functions_lib.Entry:
         if self.on_mismatch == "raise" and not unseen:
             raise IncompatibleExecutableError(
-                f"{self.name}: the saved executable is not used: {'; '.join(map(str, reasons))}. "
+                f"{self.name}: the saved executable is not used: {_listed(reasons)}. "
                 "Pass on_mismatch='recompile' to compile it anew."
             )
+        lane = self.name if signature is None else signature.where
+        if lowering is None:
+            with self.timeline.span(lane, "trace and lower"):
+                lowering = function.lower_call(call)
         start = time.perf_counter()
-        entry = function.compile_call(call, lowering)
-        secs = time.perf_counter() - start + (lowering.secs if lowering is not None else 0.0)
+        with self.timeline.span(lane, "compile"):
+            entry = function.compile_call(call, lowering)
+        secs = time.perf_counter() - start + lowering.secs
         with self._lock:
             if signature is not None:
                 signature.verdict = Verdict.RECOMPILED
@@ -674,6 +861,17 @@ class SavedFunction(functions_lib.DirectCall):
     def __repr__(self) -> str:
         return f"SavedFunction({self._restored.name!r}, {self._restored.report().verdict})"
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"The SavedFunction {self._restored.name!r} cannot be pickled; restore it from its checkpoint instead."
+        )
+
+    def __copy__(self) -> SavedFunction:
+        return self  # functions are not copied either
+
+    def __deepcopy__(self, memo: Any) -> SavedFunction:
+        return self
+
     @property
     def executables(self) -> tuple[functions_lib.Executable, ...]:
         """What has been loaded."""
@@ -689,12 +887,13 @@ class SavedFunction(functions_lib.DirectCall):
         restored.wait()
         usable = [s for s in restored.signatures if s.is_usable]
         if not usable:
-            reasons = "; ".join(map(str, restored.report().reasons)) or "nothing was saved of it"
+            reasons = _listed(restored.report().reasons) or "nothing was saved of it"
             raise IncompatibleExecutableError(
                 f"{restored.name}: cannot be called here: {reasons.removesuffix('.')}. "
                 "Pass the live function to AotRestore(fns={...}) to compile it."
             )
-        args, kwargs = self._without_static(usable, args, kwargs)
+        has_static = any(s.signature.static for s in usable)
+        static, usable, args, kwargs = _take_static(usable, args, kwargs)
         if not values.trace_state_is_clean() or any(
             map(values.is_tracer, jax.tree.leaves((args, kwargs)))
         ):
@@ -702,18 +901,28 @@ class SavedFunction(functions_lib.DirectCall):
                 f"{restored.name}: a compiled function cannot be transformed or called inside another jit; "
                 "pass the live function to AotRestore(fns={...})."
             )
-        call = functions_lib.take_apart(args, kwargs)
-        entry = self._entries.get(call.key)
+        try:
+            call = functions_lib.take_apart(args, kwargs)
+        except TypeError as e:
+            if not has_static:
+                raise
+            saved = _first_of([str(s.signature.static) for s in usable], "\n  ")
+            raise SignatureError(
+                f"{restored.name}: {e}. The static arguments are those of no saved signature:\n  {saved}"
+            ) from e
+        key = (static, call.key)
+        entry = self._entries.get(key)
         if entry is None:
             with self._lock:
-                entry = self._entries[call.key] = self._find_entry(call, usable)
+                entry = self._entries[key] = self._find_entry(call, usable)
         try:
             result, fast = entry.run(call.flat)
         except Exception as e:
             if dispatch.is_floating_point_error(e):
                 self._explain_floating_point_error()
             raise
-        return result, fast, False
+        # The C++ dispatcher does not know which arguments are static, and would take 2 for 3.
+        return result, None if has_static else fast, False
 
     def _explain_floating_point_error(self, *args: Any, **kwargs: Any) -> Any:
         """Stands where `jax_debug_nans` runs a function's source to find the operation that made a NaN."""
@@ -722,52 +931,66 @@ class SavedFunction(functions_lib.DirectCall):
             "AotRestore(fns={...}) to see which operation made it."
         )
 
-    def _without_static(
-        self, usable: Sequence[RestoredSignature], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Leaves out the arguments that were static when the function was compiled, where the caller gives them."""
-        for signature in usable:
-            static = dict(signature.signature.static)
-            if not static:
-                continue
-            names = {k for k in static if not k.isdigit()}
-            positions = {int(k) for k in static if k.isdigit()}
-            if any(p >= len(args) for p in positions) or not names <= set(kwargs):
-                continue
-            given = {str(p): functions_lib.describe_static(args[p]) for p in positions}
-            given |= {k: functions_lib.describe_static(kwargs[k]) for k in names}
-            if given == static:
-                return (
-                    tuple(a for i, a in enumerate(args) if i not in positions),
-                    {k: v for k, v in kwargs.items() if k not in names},
-                )
-        return args, kwargs
-
     def _find_entry(
         self, call: functions_lib.Call, usable: Sequence[RestoredSignature]
     ) -> functions_lib.Entry:
-        problems = []
+        problems: list[str] = []
+        matching: list[RestoredSignature] = []
         for signature in usable:
-            without_static = dataclasses.replace(
-                call, static=tuple(map(tuple, signature.signature.static))
-            )
-            match = signature.match(without_static)
+            as_static = tuple(map(tuple, signature.signature.static))
+            match = signature.match(dataclasses.replace(call, static=as_static))
             if match.why:
                 problems.append(match.why)
-                continue
+            else:
+                matching.append(signature)
+        if len(matching) > 1 and any(s.signature.static for s in matching):
+            listed = _first_of([str(s.signature.static) for s in matching], "\n  ")
+            raise SignatureError(
+                f"{self._restored.name}: these saved signatures differ in static arguments alone, and the call does "
+                f"not tell which of them is meant:\n  {listed}"
+            )
+        for signature in matching:
             entry = signature.make_entry(call, exact=False)
             if entry is not None:
                 return entry
         if not problems:
             return self._miss_again()
-        listed = "\n  ".join(dict.fromkeys(problems[:_SHOWN]))
+        listed = _first_of(list(dict.fromkeys(problems)), "\n  ")
         raise SignatureError(
             f"{self._restored.name}: the arguments match none of {len(usable)} saved signatures:\n  {listed}"
         )
 
     def _miss_again(self) -> functions_lib.Entry:
-        reasons = "; ".join(map(str, self._restored.report().reasons))
+        reasons = _listed(self._restored.report().reasons)
         raise IncompatibleExecutableError(f"{self._restored.name}: cannot be loaded: {reasons}")
+
+
+def _take_static(
+    signatures: Sequence[RestoredSignature], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, Sequence[RestoredSignature], tuple[Any, ...], dict[str, Any]]:
+    """Takes out of a call the arguments that were static when the function was compiled, where the caller gives them.
+
+    Returns them as text, the signatures that were compiled for them, and the arguments that are left.
+    """
+    for signature in signatures:
+        static = dict(signature.signature.static)
+        names = {k for k in static if not k.isdigit()}
+        positions = {int(k) for k in static if k.isdigit()}
+        if not static or any(p >= len(args) for p in positions) or not names <= set(kwargs):
+            continue
+        given = {str(p): functions_lib.describe_static(args[p]) for p in positions}
+        given |= {k: functions_lib.describe_static(kwargs[k]) for k in names}
+        text = _static_text(given)
+        if text == _static_text(static):
+            alike = [s for s in signatures if _static_text(dict(s.signature.static)) == text]
+            args = tuple(a for i, a in enumerate(args) if i not in positions)
+            return text, alike, args, {k: v for k, v in kwargs.items() if k not in names}
+    return "", signatures, args, kwargs
+
+
+def _static_text(static: Mapping[str, Any]) -> str:
+    """Returns static arguments as text, in which, as for jit, 1, 1.0 and True differ."""
+    return json.dumps(static, sort_keys=True)
 
 
 class RestoredFunctions(Mapping[str, Any]):
@@ -778,18 +1001,21 @@ class RestoredFunctions(Mapping[str, Any]):
         functions: Mapping[str, Any],
         restored: Mapping[str, RestoredFunction],
         note: str = "",
+        timeline: Timeline | None = None,
     ):
         self._functions = dict(functions)
         self._restored = dict(restored)
         self.report = RestoreReport(
-            lambda: {name: r.report() for name, r in self._restored.items()}, note
+            lambda: {name: r.report() for name, r in self._restored.items()}, note, timeline
         )
 
     def __getitem__(self, name: str) -> Any:
         return self._functions[name]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._functions:
+        if name.startswith("_"):  # asked for while it is being copied, before it has any attributes
+            raise AttributeError(name)
+        if name not in self._functions:
             known = ", ".join(sorted(self._functions)) or "none"
             raise AttributeError(f"no restored function {name!r}; there are: {known}")
         return self._functions[name]

@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 from absl import logging
 from etils import epath
 
+from orbax_aot import agreement, deadline, multihost, topology
 from orbax_aot import artifact as artifact_lib
 from orbax_aot import functions as functions_lib
 from orbax_aot import manifest as m
 from orbax_aot import plan as plan_lib
+from orbax_aot import probe as probe_lib
 from orbax_aot import restored as restored_lib
 from orbax_aot import state as state_lib
 from orbax_aot import store as store_lib
-from orbax_aot import topology
-from orbax_aot.errors import IncompatibleExecutableError
+from orbax_aot import trust as trust_lib
+from orbax_aot._jax.config import device_settings
+from orbax_aot.errors import CorruptArtifactError, IncompatibleExecutableError
 from orbax_aot.overrides import is_off
 from orbax_aot.report import Reason, ReasonCode, Verdict
+from orbax_aot.timeline import Timeline
 
 if TYPE_CHECKING:
     from orbax_aot.handler import AotRestore
+
+
+def begin(
+    directory: epath.Path,
+    args: AotRestore,
+    timeout_secs: float = 600.0,
+    *,
+    trust: trust_lib.Trust | None = None,
+    probe: bool = False,
+) -> Restoring | NothingRestored:
+    """Starts to restore the functions of an item. Never raises: whatever fails, the state must come back."""
+    try:
+        restoring = Restoring(directory, args, timeout_secs, trust=trust, probe=probe)
+        restoring.start()
+        return restoring
+    except Exception as e:
+        return NothingRestored(directory, args, e)
 
 
 def has_state(directory: epath.PathLike) -> bool:
@@ -34,42 +56,125 @@ def has_state(directory: epath.PathLike) -> bool:
         return True
 
 
-class Restoring:
-    """One restore's functions: read and decide, load, bind. Nothing in here raises but what is asked for."""
+class NothingRestored:
+    """Stands for a restore of functions that failed as a whole: live functions are what they were before."""
 
-    def __init__(self, directory: epath.Path, args: AotRestore):
+    functions: tuple[restored_lib.RestoredFunction, ...] = ()
+
+    def __init__(self, directory: epath.Path, args: AotRestore, error: Exception):
+        self._note = f"{directory}: functions are not restored: {type(error).__name__}: {error}"
+        logging.error("%s", self._note, exc_info=error)
+        self._error = error
+        self.timeline = Timeline()
+        self._live = dict(args.fns) if isinstance(args.fns, Mapping) else {}
+
+    def require_fit(self) -> None:
+        raise IncompatibleExecutableError(f"{self._note}. The state was not touched.") from (
+            self._error
+        )
+
+    def make_target(self, read_metadata: Callable[[], Any]) -> None:
+        return None
+
+    def give_weak_types(self, state: Any) -> Any:
+        return state
+
+    def finish(self) -> restored_lib.RestoredFunctions:
+        live = {name: fn for name, fn in self._live.items() if fn is not None}
+        return restored_lib.RestoredFunctions(live, {}, self._note, self.timeline)
+
+
+class Restoring:
+    """One restore's functions: read and decide, load, bind. Raises only where our own code is at fault: see `begin`."""
+
+    def __init__(
+        self,
+        directory: epath.Path,
+        args: AotRestore,
+        timeout_secs: float = 600.0,
+        *,
+        trust: trust_lib.Trust | None = None,
+        probe: bool = False,
+    ):
+        """`timeout_secs` is how long the manifest, and the other processes' views, are waited for."""
         self._directory = directory
         self._args = args
+        self._trust = (trust or trust_lib.Trust.owner()).effective()
+        self._standing = trust_lib.Standing()
         self._store = store_lib.Store(directory)
+        self._group: multihost.Group | None = None
+        self._timeout_secs = timeout_secs
         self._manifest: m.Manifest | None = None
         self._note = ""
         self._live: dict[str, functions_lib.AotFunction] = {}
         self._restored: dict[str, restored_lib.RestoredFunction] = {}
+        self.timeline = Timeline()
         self._machine: plan_lib.Machine | None = None
         self._devices: tuple[Any, ...] = ()
         self._mesh: jax.sharding.Mesh | None = None
+        self._prober: probe_lib.Prober | None = None
+        if probe and jax.process_count() == 1:
+            self._prober = probe_lib.Prober(directory, device_settings())
 
     def start(self) -> None:
-        """Reads the manifest, decides, and starts to load."""
+        """Reads the manifest, decides with the other processes, and starts to load."""
+        with self.timeline.span("manifest", "decide"):
+            plans = self._agree("plan", self._make_plans())
+        try:
+            self._restored = {name: self._prepare(name, plan) for name, plan in plans.items()}
+        except Exception as e:  # what every process hits alike, as all have the same plans
+            self._restored = {
+                name: self._prepare(name, plan)
+                for name, plan in self._failing_plans(e, tuple(plans)).items()
+            }
+        for function in self._restored.values():
+            function.start()
+        if self._prober is not None:
+            threading.Thread(target=self._end_probing, name="orbax_aot_probe", daemon=True).start()
+
+    def _end_probing(self) -> None:
+        assert self._prober is not None
+        for function in self._restored.values():
+            function.wait()
+        self._prober.close()
+
+    def _make_plans(self) -> dict[str, plan_lib.FunctionPlan]:
         try:
             self._live = {
                 name: functions_lib.as_aot_function(fn) for name, fn in self._args.live.items()
             }
             problem = None if is_off() else self._read_manifest()
-            plans = self._decide(problem)
-            self._restored = {name: self._prepare(name, plan) for name, plan in plans.items()}
+            return self._decide(problem)
         except Exception as e:
-            logging.exception("%s: functions are not restored; the state is.", self._store.folder)
-            reason = Reason(ReasonCode.LOAD_FAILED, f"{type(e).__name__}: {e}"[:300])
-            names = self._args.names or tuple(self._saved_names())
-            self._restored = {
-                name: self._prepare(
-                    name, plan_lib.FunctionPlan((), (reason,), name in self._args.live)
-                )
-                for name in names
-            }
-        for function in self._restored.values():
-            function.start()
+            return self._failing_plans(e, self._args.names or tuple(self._saved_names()))
+
+    def _failing_plans(
+        self, error: Exception, names: Sequence[str]
+    ) -> dict[str, plan_lib.FunctionPlan]:
+        logging.error(
+            "%s: functions are not restored; the state is.", self._store.folder, exc_info=error
+        )
+        reason = Reason(ReasonCode.LOAD_FAILED, f"{type(error).__name__}: {error}"[:300])
+        return {
+            name: plan_lib.FunctionPlan((), (reason,), name in self._args.live) for name in names
+        }
+
+    def _agree(
+        self, topic: str, plans: dict[str, plan_lib.FunctionPlan]
+    ) -> dict[str, plan_lib.FunctionPlan]:
+        """Returns the plans that all processes of the job take alike; blocks until all have told theirs."""
+        try:
+            self._group = self._group or multihost.Group(self._timeout_secs)
+            if self._group.is_alone:
+                return plans
+            views = self._group.exchange(topic, agreement.make_view(plans))
+            return agreement.agree(plans, views, self._group.index)
+        except Exception as e:
+            return agreement.without_the_others(plans, str(e))
+
+    @property
+    def functions(self) -> Sequence[restored_lib.RestoredFunction]:
+        return tuple(self._restored.values())
 
     def _saved_names(self) -> Sequence[str]:
         return sorted(self._manifest.functions) if self._manifest is not None else ()
@@ -77,15 +182,27 @@ class Restoring:
     def _read_manifest(self) -> Reason | None:
         """Reads the manifest; returns why that failed, None where it did not or where there is none."""
         try:
-            if not self._store.exists():
+            found = deadline.within(self._timeout_secs, self._open_manifest, "manifest")
+            if found is None:
                 self._note = f"{self._directory}: no executables (no {store_lib.FOLDER} folder)"
                 return None
-            self._manifest = self._store.read_manifest()
+            self._manifest, self._standing = found
             return None
         except Exception as e:
             self._note = f"{self._store.manifest_path}: {e}"
             logging.warning("%s", self._note)
-            return Reason(ReasonCode.CORRUPT, f"{type(e).__name__}: {e}"[:300])
+            return restored_lib.reason_of(e)
+
+    def _open_manifest(self) -> tuple[m.Manifest, trust_lib.Standing] | None:
+        """Returns the manifest and what stands against it; None where nothing was saved."""
+        try:
+            manifest, content = self._store.open_manifest()
+        except FileNotFoundError as e:
+            if not self._store.folder.exists():
+                return None
+            path = self._store.manifest_path
+            raise CorruptArtifactError(f"{path}: missing. Save this step again.") from e
+        return manifest, self._trust.judge(self._store, manifest, content)
 
     def _decide(self, problem: Reason | None) -> dict[str, plan_lib.FunctionPlan]:
         args = self._args
@@ -111,6 +228,8 @@ class Restoring:
             functions=functions,
             verify=args.effective_verify,
             disabled=is_off(),
+            untrusted=self._standing.native,
+            portable_untrusted=self._standing.portable,
         )
         return plan_lib.decide(self._manifest, self._machine, request, problem)
 
@@ -123,7 +242,12 @@ class Restoring:
 
     def _prepare(self, name: str, plan: plan_lib.FunctionPlan) -> restored_lib.RestoredFunction:
         restored = restored_lib.RestoredFunction(
-            name, plan, verify=self._args.effective_verify, on_mismatch=self._args.on_mismatch
+            name,
+            plan,
+            verify=self._args.effective_verify,
+            on_mismatch=self._args.on_mismatch,
+            group=self._group,
+            timeline=self.timeline,
         )
         if not plan.decisions:
             return restored
@@ -133,12 +257,23 @@ class Restoring:
             zip(function.signatures, plan.decisions, strict=True)
         ):
             devices = tuple(self._devices[j] for j in decision.assignment or ())
-            saved = artifact_lib.SavedSignature(self._store, body, function, signature)
+            probe = self._probe_of(name, i, decision)
+            saved = artifact_lib.SavedSignature(
+                self._store, body, function, signature, self._standing, self._timeout_secs
+            )
             place = self._rebuild_place(signature)
             restored.signatures.append(
-                restored_lib.RestoredSignature(restored, i, saved, decision, devices, place)
+                restored_lib.RestoredSignature(restored, i, saved, decision, devices, place, probe)
             )
         return restored
+
+    def _probe_of(
+        self, name: str, index: int, decision: plan_lib.Decision
+    ) -> Callable[[], str] | None:
+        prober, variant = self._prober, decision.variant
+        if prober is None or variant is None:
+            return None
+        return lambda: prober.find_problem(name, index, variant, decision.assignment or ())
 
     def _rebuild_place(self, signature: m.Signature) -> restored_lib.RebuildPlace:
         """Returns where a program that fits nowhere as it is would be rebuilt.
@@ -236,13 +371,25 @@ class Restoring:
             return state
 
     def finish(self) -> restored_lib.RestoredFunctions:
-        """Binds live functions and returns all."""
+        """Binds live functions and returns all; with other processes, once all know what each could load."""
+        try:
+            return self._bind()
+        except Exception as e:
+            return NothingRestored(self._directory, self._args, e).finish()
+
+    def _bind(self) -> restored_lib.RestoredFunctions:
+        if self._group is not None and not self._group.is_alone:
+            found = {name: function.as_plan() for name, function in self._restored.items()}
+            for name, plan in self._agree("loaded", found).items():
+                self._restored[name].follow(plan)
         functions: dict[str, Any] = {}
         for name, restored in self._restored.items():
             live = self._live.get(name)
             if live is not None:
                 live.bind(restored)
                 functions[name] = live
+            elif (given := self._args.live.get(name)) is not None:  # it could not be wrapped
+                functions[name] = given
             else:
                 functions[name] = restored_lib.SavedFunction(restored)
                 if restored.plan.verdict is Verdict.REFUSED:
@@ -250,4 +397,4 @@ class Restoring:
                         r for d in restored.plan.decisions for r in d.reasons
                     )
                     restored.announce(Verdict.REFUSED, reasons, 0.0)
-        return restored_lib.RestoredFunctions(functions, self._restored, self._note)
+        return restored_lib.RestoredFunctions(functions, self._restored, self._note, self.timeline)

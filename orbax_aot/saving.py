@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import platform
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -15,11 +13,13 @@ import jaxlib.version
 import msgspec
 from absl import logging
 
+from orbax_aot import deadline
 from orbax_aot import functions as functions_lib
 from orbax_aot import manifest as m
 from orbax_aot import restored as restored_lib
 from orbax_aot import state as state_lib
 from orbax_aot import store as store_lib
+from orbax_aot import trust as trust_lib
 from orbax_aot.overrides import is_off
 from orbax_aot.version import __version__
 
@@ -33,6 +33,7 @@ class SaveRequest(Protocol):
 
 
 _T = TypeVar("_T")
+_MANIFEST_SECS = 10.0
 _Executables = Callable[[], tuple[functions_lib.Executable, ...]]
 
 
@@ -49,6 +50,10 @@ def require_names(names: Sequence[Any], where: str) -> None:
     for name in names:
         if not isinstance(name, str) or not name:
             raise TypeError(f"{where}: function names are non-empty strings, got {name!r}.")
+        try:
+            name.encode()
+        except UnicodeEncodeError as e:
+            raise ValueError(f"{where}: the function name {name!r} is no valid Unicode.") from e
 
 
 def require_savable(fns: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -99,23 +104,38 @@ def _snapshot_of(fn: Any, name: str) -> _Executables:
     return lambda: (functions_lib.executable_of(fn, name),)
 
 
+def executables_of(fn: Any, name: str) -> tuple[functions_lib.Executable, ...]:
+    """Returns what there is of a function that `AotSave` takes; waits for loads under way."""
+    return _snapshot_of(fn, name)()
+
+
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
     """What of a save was seen on the training thread: references only, no arrays."""
 
-    functions: dict[str, _Executables]
+    functions: dict[str, _Executables] | None  # None: none are saved
+    restored: tuple[restored_lib.RestoredFunction, ...]
     state: state_lib.Snapshot | None
     kind: str
     portable: bool | Sequence[str]
 
 
-def take_snapshot(args: SaveRequest) -> Snapshot | None:
-    """Notes what is needed of a save's functions and state; None where no executables are to be saved. Never raises."""
+def take_snapshot(
+    args: SaveRequest, restored: tuple[restored_lib.RestoredFunction, ...] = ()
+) -> Snapshot | None:
+    """Notes what is needed of a save's functions and state; None where there is nothing to do. Never raises.
+
+    `restored` are the functions that have been restored, to be saved now or later.
+    """
     try:
-        if args.fns is None or is_off() or jax.process_index() != 0:
+        if (args.fns is None and not restored) or is_off() or jax.process_index() != 0:
             return None
+        functions = None
+        if args.fns is not None:
+            functions = {name: _snapshot_of(fn, name) for name, fn in args.fns.items()}
         return Snapshot(
-            functions={name: _snapshot_of(fn, name) for name, fn in args.fns.items()},
+            functions=functions,
+            restored=restored,
             state=state_lib.take_snapshot(args.item),
             kind="functions" if args.item is None else "state",
             portable=args.portable,
@@ -135,19 +155,35 @@ class Saving:
 
     def run(self, store: store_lib.Store) -> None:
         """Writes all that is ready in time, and the manifest. Never raises."""
+        self._read_others()
         try:
-            self._run(store)
+            if self._snapshot.functions is not None:
+                self._run(store, self._snapshot.functions)
         except Exception:
             logging.exception("%s: no executables in this save; the state is saved.", store.folder)
+        finally:
+            store.close()
 
-    def _run(self, store: store_lib.Store) -> None:
+    def _read_others(self) -> None:
+        """Reads what later saves need of the step that functions were restored from.
+
+        Once this save is committed, Orbax may delete that step.
+        """
+        try:
+            for restored in self._snapshot.restored:
+                self._in_time(restored.read_others)
+        except Exception:
+            logging.exception("What was saved beside the executables in use may be missing later.")
+
+    def _run(self, store: store_lib.Store, saved: Mapping[str, _Executables]) -> None:
         start = time.perf_counter()
         tables = m.Tables()
         functions = {}
-        for name, tell in self._snapshot.functions.items():
+        for name, tell in saved.items():
             functions[name] = self._write_function(store, tables, name, tell)
         state = state_lib.describe(self._snapshot.state, tables)
-        store.write_manifest(
+        self._write_manifest(
+            store,
             msgspec.structs.replace(
                 tables.body(),
                 created_by={
@@ -159,11 +195,16 @@ class Saving:
                 kind=self._snapshot.kind,
                 state=state,
                 functions=functions,
-            )
+            ),
         )
         jax.monitoring.record_event_duration_secs(
             "/jax/orbax_aot/save/commit_secs", time.perf_counter() - start
         )
+
+    def _write_manifest(self, store: store_lib.Store, body: m.Body) -> None:
+        """Writes the manifest, which tells of all that was late; has a little time of its own for that."""
+        left = max(self._deadline - time.monotonic(), 0.0) + _MANIFEST_SECS
+        deadline.within(left, lambda: store.write_manifest(body), "manifest")
 
     def _write_function(
         self,
@@ -193,7 +234,8 @@ class Saving:
                     continue
                 seen.append(what)
                 where = f"{folder}/{len(signatures)}"
-                signatures.append(artifact.write(store, tables, where))
+                write = lambda a=artifact, w=where: a.write(store, tables, w)
+                signatures.append(self._in_time(write))
             except Exception as e:
                 problems.append(_absent(name, e))
         if signatures:
@@ -201,23 +243,43 @@ class Saving:
         return m.Function(absent=problems[0])
 
     def _in_time(self, work: Callable[[], _T]) -> _T:
-        """Works on a thread that can be left behind: what hangs in there must not hold the step back."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"not done within {self._timeout_secs:g} s")
-        result: concurrent.futures.Future[_T] = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                result.set_result(work())
-            except BaseException as e:
-                result.set_exception(e)
-
-        threading.Thread(target=run, name="orbax_aot_pack", daemon=True).start()
         try:
-            return result.result(timeout=left)
-        except concurrent.futures.TimeoutError:
+            return deadline.within(left, work, "pack")
+        except TimeoutError:
             raise TimeoutError(f"not done within {self._timeout_secs:g} s") from None
+
+
+def sign(store: store_lib.Store, trust: trust_lib.Trust, timeout_secs: float) -> None:
+    """Signs what has been saved, where the policy says so; runs in the commit, on the primary. Never raises.
+
+    Without a signature the step commits all the same, and whoever asks for one recompiles.
+    """
+    if not trust.signs or is_off():
+        return
+    try:
+        if store.exists():
+            deadline.within(timeout_secs, lambda: _sign(store, trust), "sign")
+    except Exception:
+        logging.exception("%s: not signed.", store.folder)
+
+
+def _sign(store: store_lib.Store, trust: trust_lib.Trust) -> None:
+    from orbax_aot import signing
+
+    assert trust.private_key is not None
+    manifest, content = store.open_manifest()
+    signing.sign_item(
+        store,
+        manifest,
+        content,
+        trust.private_key,
+        trust.password,
+        trust.signing_certificate,
+        trust.certificates,
+    )
 
 
 def _identity(signature: m.Signature) -> m.Signature:

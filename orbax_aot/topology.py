@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from orbax_aot import manifest as m
 from orbax_aot import plan
 from orbax_aot._jax import config as config_lib
 from orbax_aot._jax import devices as devices_lib
+from orbax_aot._jax import topologies as topologies_lib
 from orbax_aot.errors import ClientMismatchError, DeviceTypeError
 
 _FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -118,6 +120,39 @@ def describe_machine(client: Any | None = None) -> plan.Machine:
         environment=describe_environment(here),
         process=int(here.process_index()),
     )
+
+
+def devices_here() -> tuple[Any, ...]:
+    """Returns the devices that `describe_machine` describes, in its order."""
+    return tuple(jax.devices()[0].client.devices())
+
+
+def is_here(device: Any) -> bool:
+    """Whether a device can run something, and is not one of a topology to compile for."""
+    return not topologies_lib.is_compile_only(device.client)
+
+
+def describe_absent_machine(devices: Sequence[Any]) -> plan.Machine:
+    """Describes a machine that has these devices and no others, seen from the process of the first."""
+    return plan.Machine(
+        topology=describe_devices(devices),
+        kinds=tuple(str(d.device_kind) for d in devices),
+        environment=describe_environment(devices[0].client),
+        process=int(devices[0].process_index),
+    )
+
+
+def make_mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> jax.sharding.Mesh:
+    """Lays a mesh over devices as a job on them does by `jax.make_mesh`, whose order may follow the wiring.
+
+    Raises:
+      ValueError: there are fewer devices, or more.
+    """
+    size = math.prod(axes.values())
+    if size != len(devices):
+        raise ValueError(f"A mesh of {size} devices over {len(devices)} devices.")
+    types = (jax.sharding.AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=devices)
 
 
 def mesh_of_tree(tree: Any) -> jax.sharding.Mesh | None:

@@ -108,8 +108,7 @@ class _Handler(ocp.CheckpointableHandler):
                 "AotRestore(item) takes an abstract tree here, not restore arguments of orbax.checkpoint v0; set "
                 "options of arrays in the Context."
             )
-        restoring = restoring_lib.Restoring(directory, args)
-        restoring.start()
+        restoring = restoring_lib.begin(directory, args)
         if args.on_mismatch == "raise":
             restoring.require_fit()
         if not restoring_lib.has_state(directory):
@@ -205,11 +204,14 @@ def _raised(value: Any) -> Any:
 
 
 async def _finish(
-    restoring: restoring_lib.Restoring, state: Awaitable[Any] | None = None
+    restoring: restoring_lib.Restoring | restoring_lib.NothingRestored,
+    state: Awaitable[Any] | None = None,
 ) -> Restored:
     if state is None:
         return Restored(None, restoring.finish())
-    return Restored(restoring.give_weak_types(await state), restoring.finish())
+    with restoring.timeline.span("state", "weights"):
+        found = await state
+    return Restored(restoring.give_weak_types(found), restoring.finish())
 
 
 def _name_as(handler: type, v0_handler: Any) -> None:

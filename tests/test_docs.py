@@ -22,3 +22,13 @@ def test_troubleshooting_explains_each_verdict():
     text = (DOCS / "troubleshooting.md").read_text()
     before_reasons = text[: text.index("## Reasons")]
     assert set(_first_cells(before_reasons, "| verdict")) == {v.name for v in Verdict}
+
+
+def test_serving_names_only_tests_that_there_are():
+    named = set(re.findall(r"`(test_\w+)`", (DOCS / "serving.md").read_text()))
+    tests = DOCS.parent / "tests" / "serve"
+    found = {
+        n for f in tests.glob("test_*.py") for n in re.findall(r"def (test_\w+)", f.read_text())
+    }
+    assert named
+    assert named <= found

@@ -473,6 +473,11 @@ def require_honest_shapes(executable: Any, compiled: jax.stages.Compiled, where:
         raise CorruptArtifactError(f"{where}: {lie}. Save this step again.")
 
 
+def program_text(executable: Any) -> str:
+    """Returns the optimized HLO of a loaded executable."""
+    return "\n\n".join(module.to_string() for module in executable.hlo_modules())
+
+
 def backend_of_lowered(lowered: jax.stages.Lowered) -> Any:
     """Returns the client that a lowered function will be compiled by."""
     return lowered._lowering.compile_args["backend"]

@@ -99,3 +99,12 @@ def tracing_is_forced() -> bool:
         or config.debug_key_reuse.value
         or config.check_tracer_leaks.value
     )
+
+
+def device_settings() -> dict[str, Any]:
+    """Returns the settings that say which devices a process has. Seen on JAX 0.10.2, 0.11.2 and 0.12.0.1."""
+    import jax
+
+    names = ("jax_platforms", "jax_num_cpu_devices")
+    found = {name: getattr(jax.config, name, None) for name in names}
+    return {name: value for name, value in found.items() if value not in (None, "", -1)}

@@ -7,6 +7,7 @@ Seen on jax 0.10.2, 0.11.2 and 0.12.0.1, each function.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,9 +52,16 @@ def clear(dispatcher: Any) -> None:
 
 
 def call_flat(compiled: jax.stages.Compiled, args: Sequence[Any]) -> list[Any]:
-    """Runs a compiled function on flat arguments; returns flat results. Checks types and shardings, as JAX does."""
+    """Runs a compiled function on flat arguments; returns flat results. Checks types and shardings, as JAX does.
+
+    JAX's check knows no tokens; with tokens among them, the arguments are those that the signature was matched with.
+    """
+    from jax._src import core
+
     executable: Any = compiled._executable
-    return executable.call(*compiled_lib.constants_of(compiled), *args)
+    has_tokens = any(isinstance(arg, core.Token) for arg in args)
+    run = executable.unsafe_call if has_tokens else executable.call
+    return run(*compiled_lib.constants_of(compiled), *args)
 
 
 def make_fastpath(
@@ -124,7 +132,15 @@ def options_of(jitted: Any) -> dict[str, Any]:
 
 
 def compiler_options_of(jitted: Any) -> dict[str, str]:
-    return {str(k): str(v) for k, v in jitted._jit_info.compiler_options_kvs}
+    """Returns the `compiler_options` of a jitted function as text; of long ones (profiles) the digest."""
+    return {str(k): _describe_option(v) for k, v in jitted._jit_info.compiler_options_kvs}
+
+
+def _describe_option(value: Any) -> str:
+    raw = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+    if isinstance(value, bytes) or len(raw) > 200:
+        return f"{len(raw)} bytes, sha256 {hashlib.sha256(raw).hexdigest()}"
+    return str(value)
 
 
 def is_jitted(value: Any) -> bool:

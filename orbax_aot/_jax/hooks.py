@@ -1,12 +1,15 @@
 """The private parts of JAX and Flax that a fingerprint has to look at.
 
-A hook that a JAX version does not offer raises `HookMissingError`; the fingerprint then says that it
-cannot decide, instead of judging on half of the facts.
+A hook that a JAX version does not offer raises `HookMissingError`; the fingerprint then says that
+it cannot decide, instead of judging on half of the facts.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,16 +26,35 @@ def is_jitted(value: object) -> bool:
     return type(value).__name__ == "PjitFunction" and type(value).__module__.startswith("jax")
 
 
+def is_jit_information(value: object) -> bool:
+    """Whether `value` is what a jitted function keeps its options in. Seen as `is_jitted`."""
+    return type(value).__name__ == "PjitInfo" and type(value).__module__.startswith("jax")
+
+
+def is_debug_information(value: object) -> bool:
+    """Whether `value` only says where a function comes from. Seen as `is_jitted`."""
+    return type(value).__name__ == "DebugInfo" and type(value).__module__.startswith("jax")
+
+
 def jit_options(jitted: Any) -> list[tuple[str, Any]]:
     """The options a function was jitted with, without what says where its source is.
 
-    Seen on JAX 0.10.2, 0.11.2 and 0.12.0.1 (`_jit_info`, a named tuple).
+    Takes the jitted function or its information. Seen on JAX 0.10.2, 0.11.2 and 0.12.0.1
+    (`_jit_info`, a named tuple).
     """
-    info = getattr(jitted, "_jit_info", None)
+    info = jitted if is_jit_information(jitted) else getattr(jitted, "_jit_info", None)
     fields = getattr(info, "_fields", None)
     if not fields:
         raise HookMissingError("a jitted function has no _jit_info fields")
     return [(name, getattr(info, name)) for name in fields if name not in _SOURCE_FIELDS]
+
+
+def is_cached_function(value: object) -> bool:
+    """Whether `value` is a function behind `jax.util`'s cache. Seen on JAX 0.11.2 and 0.12.0.1."""
+    cls = type(value)
+    return cls.__name__ in ("StrongLRUCache", "WeakrefLRUCache") and cls.__module__.startswith(
+        "jax"
+    )
 
 
 def pytree_functions(cls: type) -> tuple[Callable[..., Any], ...] | None:
@@ -78,3 +100,81 @@ def flax_state() -> Iterator[tuple[str, Any]]:
         if stack is None:
             raise HookMissingError("flax has no _global_interceptor_stack")
         yield "interceptors", list(stack)
+
+
+@functools.cache
+def _trace_cache_callbacks() -> tuple[object, ...]:
+    """What JAX's trace caches leave on the functions that they remember.
+
+    The caches hold weak references to functions, each cache with one callback for all of its own.
+    A throwaway function that is traced shows which callbacks these are. Seen on JAX 0.10.2,
+    0.11.2 and 0.12.0.1. (Listing the keys of the caches ends the process on some of these.)
+    """
+    import jax
+
+    def probe() -> tuple[()]:
+        return ()
+
+    jax.eval_shape(probe)
+    callbacks = [reference.__callback__ for reference in weakref.getweakrefs(probe)]
+    if not any(callback is not None for callback in callbacks):
+        raise HookMissingError("JAX's trace caches leave nothing on a traced function")
+    return tuple(callback for callback in callbacks if callback is not None)
+
+
+def was_traced(function: object) -> bool:
+    """Whether JAX may remember a trace of this very object, and so not look at its code again."""
+    references = weakref.getweakrefs(function)
+    if not references:
+        return False
+    callbacks = _trace_cache_callbacks()
+    return any(
+        reference.__callback__ is callback for reference in references for callback in callbacks
+    )
+
+
+_RULE_MODULES = ("ad", "batching", "mlir", "partial_eval")
+
+
+def rule_tables() -> list[tuple[str, dict[Any, Any]]]:
+    """JAX's tables of rules by primitive: differentiation, batching, partial evaluation, lowering.
+
+    Seen on JAX 0.10.2, 0.11.2 and 0.12.0.1 as dictionaries in `jax._src.interpreters`; those of
+    lowering by platform are dictionaries of such.
+    """
+    from jax._src import core
+
+    tables = []
+    for module_name in _RULE_MODULES:
+        module = importlib.import_module(f"jax._src.interpreters.{module_name}")
+        for name, value in vars(module).items():
+            if not isinstance(value, dict):
+                continue
+            nested = {f"{name}.{key}": table for key, table in value.items()
+                      if isinstance(key, str) and isinstance(table, dict)}  # fmt: skip
+            for path, table in (nested or {name: value}).items():
+                if any(isinstance(key, core.Primitive) for key in table):
+                    tables.append((f"{module_name}.{path}", table))
+    if not any(name == "mlir._lowerings" for name, _ in tables):
+        raise HookMissingError("JAX has no table of lowering rules")
+    return sorted(tables, key=lambda item: item[0])
+
+
+def functions_of_rule(entry: Any) -> tuple[Any, ...]:
+    """The functions of one entry of `rule_tables`."""
+    if isinstance(entry, tuple):
+        return entry
+    return (getattr(entry, "rule", entry),)
+
+
+def primitives_of_jax() -> frozenset[int]:
+    """The identities of the primitives that JAX itself has made. Seen as `rule_tables`."""
+    from jax._src import core
+
+    return frozenset(
+        id(value)
+        for name, module in list(sys.modules.items())
+        if name.startswith("jax.") and module is not None
+        for value in list(vars(module).values())
+        if isinstance(value, core.Primitive)
+    )

@@ -353,6 +353,44 @@ def describe_constant(value: Any) -> tuple[dict[str, Any], bytes]:
     return about, host.tobytes()
 
 
+# Smaller constants are not worth a file of their own.
+_LARGE_NBYTES = 1 << 20
+
+
+def large_constants(traced: jax.stages.Traced) -> list[memoryview]:
+    """Returns the raw bytes of the large constants that a traced function closes over, each once.
+
+    XLA and StableHLO write most of them into their own bytes as they are, so that these can be looked for there.
+    Seen on jax 0.10.2, 0.11.2 and 0.12.0.1.
+    """
+    found: dict[int, memoryview] = {}
+
+    def visit(jaxpr: Any) -> None:
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        literals = (atom.val for eqn in inner.eqns for atom in eqn.invars if hasattr(atom, "val"))
+        for value in (*getattr(jaxpr, "consts", ()), *literals):
+            nbytes = getattr(value, "nbytes", 0)
+            if nbytes >= _LARGE_NBYTES and id(value) not in found and _is_at_hand(value):
+                host = np.ascontiguousarray(np.asarray(value))
+                found[id(value)] = host.reshape(-1).view(np.uint8).data
+        for eqn in inner.eqns:
+            for value in eqn.params.values():
+                for part in value if isinstance(value, tuple | list) else (value,):
+                    if hasattr(part, "eqns"):
+                        visit(part)
+
+    visit(traced.jaxpr)
+    return list(found.values())
+
+
+def _is_at_hand(value: Any) -> bool:
+    """Whether a constant is an array that this process has in whole."""
+    if isinstance(value, jax.Array):
+        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+        return value.is_fully_addressable and not is_key
+    return isinstance(value, np.ndarray)
+
+
 def make_constant(constant: m.Constant, raw: bytes) -> Any:
     """Returns a constant from its raw bytes."""
     dtype = np.dtype(make_dtype(constant.raw_dtype))

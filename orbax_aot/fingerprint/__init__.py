@@ -1,10 +1,10 @@
 """Is this still the same Python code that was compiled? Answered without tracing it.
 
 A fingerprint is a digest of what decides what a function traces to: its code and that of the
-functions it reaches in the user's modules, the values they use, and the builds of the libraries that
-they call. Two equal digests mean the same program as long as nothing was `undecidable`: what this
-package cannot see it must not call the same. JAX's settings, the trace context and the devices are
-no part of it; they are compared by value elsewhere.
+functions it reaches in the user's modules, the values they use, and the builds of the libraries
+that they call. Two equal digests mean the same program as long as nothing was `undecidable`: what
+this package cannot see it must not call the same. JAX's settings, the trace context and the
+devices are no part of it; they are compared by value elsewhere.
 
 The table of what is covered, and of the known holes, is in `docs/fingerprint.md`.
 """
@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from orbax_aot.fingerprint import arguments, environment, libraries, patches, values
+from orbax_aot.fingerprint import arguments, environment, libraries, memory, patches, values
 from orbax_aot.fingerprint.walk import Walk
 
 __all__ = ["Fingerprint", "fingerprint_call", "fingerprint_function", "invalidate_library_cache"]
@@ -97,11 +97,33 @@ def _fingerprint(
         if args is not None:
             arguments.write_arguments(walk, fun, args, kwargs or {}, jit_options or {})
         walk.run(patches.names_looked_up)
-        return Fingerprint(walk.digest(), walk.reasons())
+        digest = walk.digest()
+        return Fingerprint(digest, (*walk.reasons(), *_find_stale(walk, digest)))
     except Exception as error:  # a fingerprint that fails means tracing, not a lost restore
         reason = f"{type(error).__name__}: {error}"[:200]
         digest = hashlib.sha256(reason.encode()).hexdigest()
         return Fingerprint(digest, (*walk.reasons(), reason))
+    finally:
+        walk.let_go()
+
+
+def _find_stale(walk: Walk, digest: str) -> list[str]:
+    """Functions of which caches may hold an earlier state than the one that was walked."""
+    if walk.reasons():
+        return []  # undecidable anyway; its digest says nothing about what was fresh
+    memory.note_fresh(walk.uncached, digest)
+    return [
+        what
+        for function, what in walk.cached
+        if not memory.is_unchanged(function, digest, lambda f=function: _own_digest(f))
+    ]
+
+
+def _own_digest(function: object) -> str:
+    walk = Walk(values.write_value)
+    walk.visit(function)
+    walk.run(patches.names_looked_up)
+    return walk.digest()
 
 
 def _write_patches(walk: Walk) -> None:

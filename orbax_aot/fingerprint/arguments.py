@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from orbax_aot._jax import hooks

@@ -7,13 +7,13 @@ whether somebody has replaced a part of the library since.
 
 from __future__ import annotations
 
-import dataclasses
 import dis
 import importlib.util
 import marshal
 import re
 import sys
 import types
+from typing import NamedTuple
 
 _OPCODES = dis.opmap
 _EXTENDED_ARG = _OPCODES["EXTENDED_ARG"]
@@ -32,49 +32,37 @@ _LANDMARKS = re.compile(b"[" + re.escape(bytes([_STORE_NAME, _IMPORT_NAME])) + b
 _PYC_HEADER_BYTES = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Import:
+class Import(NamedTuple):
     """`from module import name`."""
 
     module: str
     name: str
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Definition:
-    """`def` or `class`, decorated or not; `codes` are the codes of that name that it may come from."""
+class Definition(NamedTuple):
+    """`def` or `class`, decorated or not; `codes` are those it may come from."""
 
     codes: tuple[types.CodeType, ...]
     is_class: bool
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Constant:
+class Constant(NamedTuple):
     """A literal."""
 
     value: object
 
 
-@dataclasses.dataclass(frozen=True)
-class Alias:
+class Alias(NamedTuple):
     """Another name of this module, or an attribute of what it stands for."""
 
     path: tuple[str, ...]
 
 
-Binding = Import | Definition | Constant | Alias
+class Unknown(NamedTuple):
+    """What the bytecode alone does not tell: the result of a call, for the most part."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Bindings:
-    """What one module or class body binds; a name may be bound in several ways (in branches).
-
-    A name in `unknown` is also bound to something that bytecode alone does not tell.
-    """
-
-    known: dict[str, list[Binding]]
-    unknown: frozenset[str]
-    code: types.CodeType
+Binding = Import | Definition | Constant | Alias | Unknown
 
 
 class _Bytecode:
@@ -117,26 +105,47 @@ class _Bytecode:
         return self.code.co_consts[self.argument(position)]
 
 
-def read_bindings(code: types.CodeType, package: str | None) -> Bindings:
-    """Reads what a module body (or class body) binds; `package` resolves relative imports."""
-    known: dict[str, list[Binding]] = {}
-    unknown: set[str] = set()
-    bytecode = _Bytecode(code)
-    source = ""
-    start = 0  # of the statement that the next store ends, roughly
-    for match in _LANDMARKS.finditer(bytecode.opcodes):
-        position = match.start()
-        if bytecode.opcodes[position] == _IMPORT_NAME:
-            source = _imported_module(bytecode, position, package)
-            continue
-        name = bytecode.name(position)
-        binding = _binding(bytecode, start, position, name, source)
-        if binding is None:
-            unknown.add(name)
-        else:
-            known.setdefault(name, []).append(binding)
-        start = position + 1
-    return Bindings(known, frozenset(unknown), code)
+class Bindings:
+    """What one module or class body binds; a name may be bound several times, as in branches.
+
+    `package` resolves relative imports. A name is looked into only when it is asked for.
+    """
+
+    def __init__(self, code: types.CodeType, package: str | None) -> None:
+        self._bytecode = _Bytecode(code)
+        self._package = package
+        # Where each name is stored: begin of the statement, roughly; the store; the last import.
+        self._stores: dict[str, list[tuple[int, int, int]]] = {}
+        opcodes = self._bytecode.opcodes
+        start, last_import = 0, -1
+        for match in _LANDMARKS.finditer(opcodes):
+            position = match.start()
+            if opcodes[position] == _IMPORT_NAME:
+                last_import = position
+                continue
+            stores = self._stores.setdefault(self._bytecode.name(position), [])
+            stores.append((start, position, last_import))
+            start = position + 1
+
+    def of(self, name: str) -> list[Binding]:
+        """All that the body binds to `name`, in order."""
+        return [self._read(name, *store) for store in self._stores.get(name, ())]
+
+    def _read(self, name: str, start: int, position: int, last_import: int) -> Binding:
+        bytecode = self._bytecode
+        last = bytecode.before(position)
+        opcode = bytecode.opcodes[last] if last >= start else _CACHE
+        if opcode == _IMPORT_FROM:
+            module = _imported_module(bytecode, last_import, self._package)
+            return Import(module, bytecode.name(last))
+        if opcode == _LOAD_CONST:
+            value = bytecode.constant(last)
+            return Unknown() if isinstance(value, types.CodeType) else Constant(value)
+        if opcode == _LOAD_NAME:
+            return Alias((bytecode.name(last),))
+        if opcode == _LOAD_ATTR:
+            return _alias_of_attribute(bytecode, last)
+        return _definition(bytecode, start, position, name)
 
 
 def _imported_module(bytecode: _Bytecode, position: int, package: str | None) -> str:
@@ -148,20 +157,7 @@ def _imported_module(bytecode: _Bytecode, position: int, package: str | None) ->
     return ".".join(parts[: len(parts) - level + 1] + ([name] if name else []))
 
 
-def _binding(
-    bytecode: _Bytecode, start: int, position: int, name: str, source: str
-) -> Binding | None:
-    last = bytecode.before(position)
-    opcode = bytecode.opcodes[last] if last >= start else _CACHE
-    if opcode == _IMPORT_FROM:
-        return Import(source, bytecode.name(last))
-    if opcode == _LOAD_CONST:
-        value = bytecode.constant(last)
-        return None if isinstance(value, types.CodeType) else Constant(value)
-    if opcode == _LOAD_NAME:
-        return Alias((bytecode.name(last),))
-    if opcode == _LOAD_ATTR:
-        return _alias_of_attribute(bytecode, last)
+def _definition(bytecode: _Bytecode, start: int, position: int, name: str) -> Binding:
     codes = []
     is_class = False
     for current in range(start, position):
@@ -172,16 +168,16 @@ def _binding(
                 codes.append(value)
         elif opcode == _LOAD_BUILD_CLASS:
             is_class = True
-    return Definition(tuple(codes), is_class) if codes else None
+    return Definition(tuple(codes), is_class) if codes else Unknown()
 
 
-def _alias_of_attribute(bytecode: _Bytecode, position: int) -> Binding | None:
+def _alias_of_attribute(bytecode: _Bytecode, position: int) -> Binding:
     path: list[str] = []
     while position >= 0 and bytecode.opcodes[position] == _LOAD_ATTR:
         path.append(bytecode.attribute_name(position))
         position = bytecode.before(position)
     if position < 0 or bytecode.opcodes[position] != _LOAD_NAME:
-        return None
+        return Unknown()
     path.append(bytecode.name(position))
     return Alias(tuple(reversed(path)))
 

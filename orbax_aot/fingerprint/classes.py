@@ -11,18 +11,31 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.extend
+
 from orbax_aot._jax import hooks
 from orbax_aot.fingerprint import libraries
-from orbax_aot.fingerprint.libraries import Kind
+from orbax_aot.fingerprint.functions import SILENT_ATTRIBUTES
+from orbax_aot.fingerprint.libraries import Kind, words
 from orbax_aot.fingerprint.walk import Walk
 
 # What a class body or its decorators leave in a class that says nothing of what it does.
-_SILENT_ATTRIBUTES = frozenset(
+_SILENT_ATTRIBUTES = words(
     "__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__"
     " __annotate_func__ __annotations_cache__ __static_attributes__ __firstlineno__ __slotnames__"
-    " __abstractmethods__ _abc_impl __orig_bases__ __parameters__ __type_params__".split()
+    " __abstractmethods__ _abc_impl __orig_bases__ __parameters__ __type_params__"
 )
 _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
+# What `enum` keeps in its classes and members, all of which follows from names and values.
+_ENUM_STATE = words(
+    "_member_names_ _member_map_ _value2member_map_ _unhashable_values_ _hashable_values_"
+    " _unhashable_values_map_ _member_type_ _value_repr_ _use_args_ _new_member_ _flag_mask_"
+    " _singles_mask_ _all_bits_ _boundary_ _inverted_"
+)
+_ENUM_MEMBER_STATE = frozenset(
+    {"_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_", "_hash_"}
+)
 # The state of a linen module while it runs; a module that is bound cannot be decided.
 _LINEN_STATE = frozenset({"_id", "_state", "_parent_ref", "parent", "scope"})
 # Remember in which trace an object was made; nothing of them reaches a program.
@@ -97,6 +110,7 @@ def _write_content(walk: Walk, cls: type) -> None:
     if issubclass(cls, enum.Enum):
         _write_members(walk, cls)
     always = _libraries_look_inside(cls)
+    walk.attribute_order(cls, [name for name in vars(cls) if name not in _SILENT_ATTRIBUTES])
     for name, value in sorted(vars(cls).items()):
         if name in _SILENT_ATTRIBUTES or _is_generated(name, value):
             continue
@@ -104,7 +118,7 @@ def _write_content(walk: Walk, cls: type) -> None:
             _write_fields(walk, value)
         elif name == "__dataclass_params__":
             walk.write("dataclass", repr(value))
-        elif issubclass(cls, enum.Enum) and (name.startswith("_") or name in cls.__members__):
+        elif issubclass(cls, enum.Enum) and (name in _ENUM_STATE or name in cls.__members__):
             continue
         elif name in _CONSTRUCTORS and not always:
             walk.constructor(cls, name, value)
@@ -116,7 +130,7 @@ def _write_virtual_subclasses(walk: Walk, cls: type) -> None:
     """Classes registered with an abstract base class, which `isinstance` then takes for its own."""
     if not isinstance(cls, abc.ABCMeta):
         return
-    import _abc
+    import _abc  # pyright: ignore[reportMissingImports]
 
     registered = [reference() for reference in _abc._get_dump(cls)[0]]  # type: ignore[attr-defined]
     classes = [c for c in registered if c is not None]
@@ -129,6 +143,10 @@ def _write_members(walk: Walk, cls: type[enum.Enum]) -> None:
     for name, member in cls.__members__.items():
         walk.write("member", name, str(member.name))
         walk.visit(member._value_)
+        for attribute, value in vars(member).items():
+            if attribute not in _ENUM_MEMBER_STATE:
+                walk.write("attribute", attribute)
+                walk.visit(value)
 
 
 def _is_generated(name: str, value: object) -> bool:
@@ -152,6 +170,17 @@ def _write_fields(walk: Walk, fields: dict[str, Any]) -> None:
         _write_default(walk, field.default)
         _write_default(walk, field.default_factory)
         walk.visit(dict(field.metadata))
+        _write_annotation(walk, name, field.type)
+
+
+def _write_annotation(walk: Walk, name: str, annotation: object) -> None:
+    """The annotated type of a field, for code that looks at types of fields."""
+
+    def write() -> None:
+        walk.write("type", name)
+        walk.visit(annotation)
+
+    walk.mentions.when("type", write, of_module=True)
 
 
 def _write_default(walk: Walk, value: object) -> None:
@@ -195,13 +224,25 @@ def write_instance(walk: Walk, value: Any) -> None:
     _write_builtin_part(walk, value)
     if isinstance(value, BaseException):
         walk.visit(value.args)
+    if isinstance(value, jax.extend.core.Primitive):
+        _write_primitive(walk, value)
+        return
     linen = any(base.__module__ == "flax.linen.module" for base in cls.__mro__)
     if linen and getattr(value, "scope", None) is not None:
         walk.undecidable(f"a bound linen module {cls.__qualname__}")
     always = _libraries_look_inside(cls)
+    walk.attribute_order(value, [name for name, _ in _state(value)])
     for name, attribute in _state(value):
-        if not (linen and name in _LINEN_STATE):
+        if name not in SILENT_ATTRIBUTES and not (linen and name in _LINEN_STATE):
             walk.attribute(value, name, attribute, always=always)
+
+
+def _write_primitive(walk: Walk, value: Any) -> None:
+    """A primitive; its rules are in tables of JAX's, which are watched for JAX's own only."""
+    if getattr(jax.lax, f"{value.name}_p", None) is value:
+        walk.write("primitive", value.name)
+    else:
+        walk.undecidable(f"the primitive {value.name}")
 
 
 def _write_own_wrapper(walk: Walk, value: Any) -> None:
@@ -223,11 +264,11 @@ def _write_builtin_part(walk: Walk, value: Any) -> None:
                                  else set.__iter__(value)))  # fmt: skip
         return
     walk.write(base.__name__)
-    if base is tuple:
+    if isinstance(value, tuple):
         walk.visit(tuple(tuple.__iter__(value)))
-    elif base is list:
+    elif isinstance(value, list):
         walk.visit(list(list.__iter__(value)))
-    elif base is dict:
+    elif isinstance(value, dict):
         walk.visit(dict(dict.items(value)))
     else:
         walk.visit(base.__getnewargs__(value))  # type: ignore[attr-defined]

@@ -6,12 +6,10 @@ import dataclasses
 import dis
 import sys
 import types
-from collections.abc import Iterator
+
+from orbax_aot.fingerprint.instructions import CACHE, Instruction, Layout
 
 _OPCODES = dis.opmap
-_EXTENDED_ARG = _OPCODES["EXTENDED_ARG"]
-# `co_code` holds the inline caches of instructions, zeroed; they say nothing.
-_CACHE = _OPCODES["CACHE"]
 _TAKES_CONSTANT = frozenset(dis.hasconst)
 _TAKES_NAME = frozenset(dis.hasname)
 _LOAD_GLOBAL = _OPCODES["LOAD_GLOBAL"]
@@ -56,22 +54,6 @@ class ScannedCode:
     names: tuple[str, ...]
 
 
-def _instructions(code: types.CodeType) -> Iterator[tuple[int, int]]:
-    """The (opcode, argument) pairs without caches and with wide arguments put together."""
-    raw = code.co_code
-    wide = 0
-    for position in range(0, len(raw), 2):
-        opcode = raw[position]
-        if opcode == _CACHE:
-            continue
-        argument = raw[position + 1] | wide
-        if opcode == _EXTENDED_ARG:
-            wide = argument << 8
-            continue
-        wide = 0
-        yield opcode, argument
-
-
 def _name_of(code: types.CodeType, opcode: int, argument: int) -> str:
     if opcode == _LOAD_GLOBAL or (opcode in _LOAD_ATTRIBUTES and _LOAD_ATTR_IS_SHIFTED):
         argument >>= 1
@@ -90,20 +72,28 @@ class _Reader:
         self.constants: list[object] = []
         self.references: list[list[str]] = []
         self.imports: list[tuple[str, int, tuple[str, ...]]] = []
+        self.exceptions: list[tuple[int, int, int, int]] = []
         self.names: dict[str, None] = {}
         self._chain: list[str] | None = None
 
     def read(self) -> ScannedCode:
-        instructions = list(_instructions(self.code))
-        for index, (opcode, argument) in enumerate(instructions):
-            following = instructions[index + 1] if index + 1 < len(instructions) else (0, 0)
+        layout = Layout(self.code)
+        instructions = [*layout.instructions, Instruction(CACHE, 0)]
+        for index, instruction in enumerate(layout.instructions):
+            following = instructions[index + 1]
+            opcode, argument = instruction.opcode, instruction.argument
             if opcode in _TAKES_CONSTANT:
                 self._constant(opcode, argument, following)
             elif opcode in _TAKES_NAME:
-                self._name(opcode, argument, following, instructions[:index][-2:])
+                before = [i.argument for i in instructions[max(0, index - 2) : index]]
+                self._name(opcode, argument, following, before)
             else:
                 self._chain = None
-                self.tokens.append(f"{opcode}.{argument}")
+                if instruction.kind:
+                    self.tokens.append(f"{instruction.kind}>{instruction.target}")
+                else:
+                    self.tokens.append(f"{opcode}.{argument}")
+        self.exceptions = layout.exceptions
         return ScannedCode(
             code=self.code,
             text=" ".join(self.tokens) + self._header(),
@@ -113,9 +103,9 @@ class _Reader:
             names=tuple(self.names),
         )
 
-    def _constant(self, opcode: int, argument: int, following: tuple[int, int]) -> None:
+    def _constant(self, opcode: int, argument: int, following: Instruction) -> None:
         self._chain = None
-        if following[0] == _STORE_NAME and self._is_compilers(following[1]):
+        if following.opcode == _STORE_NAME and self._is_compilers(following.argument):
             self.tokens.append(f"{opcode}.-")
             return
         if argument not in self.slots:
@@ -130,13 +120,13 @@ class _Reader:
         self,
         opcode: int,
         argument: int,
-        following: tuple[int, int],
-        before: list[tuple[int, int]],
+        following: Instruction,
+        before: list[int],
     ) -> None:
         name = _name_of(self.code, opcode, argument)
         self.tokens.append(f"{opcode}.{argument}")
         if opcode in _LOAD_NAMES:
-            if following[0] == _STORE_NAME and self._is_compilers(following[1]):
+            if following.opcode == _STORE_NAME and self._is_compilers(following.argument):
                 return  # a class body that stores the name of its module
             self._chain = [name]
             self.references.append(self._chain)
@@ -145,7 +135,7 @@ class _Reader:
         else:
             self._chain = None
         if opcode == _IMPORT_NAME:
-            level, taken = (self.code.co_consts[constant] for _, constant in before)
+            level, taken = (self.code.co_consts[constant] for constant in before)
             self.imports.append((name, level, taken or ()))
         if opcode != _STORE_NAME:
             self.names[name] = None
@@ -160,9 +150,7 @@ class _Reader:
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
         flags = code.co_flags & ~_HAS_DOCSTRING_FLAG
         free = ("__class__" in code.co_freevars, len(code.co_freevars), len(code.co_cellvars))
-        return repr(
-            (code.co_name, code.co_names, names, counts, flags, free, code.co_exceptiontable)
-        )
+        return repr((code.co_name, code.co_names, names, counts, flags, free, self.exceptions))
 
 
 # By identity, keeping the code alive: equality of code objects ignores what matters here.

@@ -9,22 +9,26 @@ from typing import Any
 
 from orbax_aot.fingerprint import code as codes
 from orbax_aot.fingerprint import libraries
-from orbax_aot.fingerprint.libraries import Kind
+from orbax_aot.fingerprint.libraries import Kind, words
 from orbax_aot.fingerprint.walk import Walk
 
 # Code that looks these up tells apart what this fingerprint takes for the same: files, lines,
 # docstrings, annotations, module names, frames.
-_UNSEEN_NAMES = frozenset(
+_UNSEEN_NAMES = words(
     "__doc__ __file__ __cached__ __spec__ __loader__ __module__ __qualname__ __annotations__"
     " __annotate__ annotation return_annotation __subclasses__ __globals__ __closure__ __code__"
     " __builtins__ cell_contents f_globals f_locals f_back f_lineno f_code gi_frame co_consts"
     " co_code co_filename co_firstlineno tb_frame tb_lineno _getframe __firstlineno__"
-    " __static_attributes__ __dataclass_params__ __type_params__".split()
+    " __static_attributes__ __dataclass_params__ __type_params__"
 )
 _COMPUTED_NAMES = frozenset({"__dict__", "__getattribute__", "__getstate__", "__reduce_ex__"})
-_MODULE_NAMES_OF_THE_IMPORT_SYSTEM = frozenset(
+_MODULE_NAMES_OF_THE_IMPORT_SYSTEM = words(
     "__builtins__ __loader__ __spec__ __file__ __cached__ __path__ __doc__ __annotations__ __name__"
-    " __package__ __annotate__ __conditional_annotations__".split()
+    " __package__ __annotate__ __conditional_annotations__"
+)
+# What decorators copy from one function to another, and nothing that runs looks at.
+SILENT_ATTRIBUTES = frozenset(
+    {"__doc__", "__module__", "__qualname__", "__annotations__", "__type_params__"}
 )
 _MISSING = object()
 
@@ -37,28 +41,54 @@ def write_function(walk: Walk, function: types.FunctionType) -> None:
     else:
         _write_user_code(walk, function.__code__, _Scope.of(function))
         walk.write(function.__name__)
-    for cell in _cells(function):
-        walk.visit(cell)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        _write_cell(walk, function, name, cell)
     walk.visit(function.__defaults__)
     walk.visit(function.__kwdefaults__)
-    if function.__dict__:
-        walk.visit(dict(function.__dict__))
-
-
-def _cells(function: types.FunctionType) -> tuple[object, ...]:
-    cells = function.__closure__ or ()
+    attributes = {k: v for k, v in function.__dict__.items() if k not in SILENT_ATTRIBUTES}
     if function.__code__.co_qualname == "singledispatch.<locals>.wrapper":
-        # One of its cells is a cache of what the registry, another, says.
-        names = function.__code__.co_freevars
-        return tuple(c for name, c in zip(names, cells, strict=True)
-                     if name not in ("dispatch_cache", "cache_token"))  # fmt: skip
-    return cells
+        attributes.pop("_clear_cache", None)
+    if attributes:
+        walk.visit(attributes)
+
+
+# Integers that a library turns into floats in its own closure when it is first called.
+_TURNED_INTO_FLOATS = frozenset(
+    [("optax.schedules._schedule", "cosine_decay_schedule.<locals>.schedule", "decay_steps")]
+)
+# What the functions that `functools.singledispatch` makes remember of their registry.
+_DISPATCH_CACHES = frozenset({"dispatch_cache", "cache_token"})
+
+
+def _write_cell(walk: Walk, function: types.FunctionType, name: str, cell: types.CellType) -> None:
+    made = function.__code__.co_qualname
+    if made.startswith("singledispatch.<locals>.") and name in _DISPATCH_CACHES:
+        return
+    if made == "_shard_map.<locals>.wrapped" and name == "axis_names":
+        walk.visit(types.CellType(_manual_axes(function, cell)))
+        return
+    if (function.__module__, made, name) in _TURNED_INTO_FLOATS:
+        value = cell.cell_contents
+        if isinstance(value, int):
+            walk.visit(types.CellType(float(value)))
+            return
+    walk.visit(cell)
+
+
+def _manual_axes(function: types.FunctionType, cell: types.CellType) -> frozenset[str]:
+    """Returns the axes that a `jax.shard_map` maps over: none named are all, filled in when it is first traced."""
+    names = cell.cell_contents
+    if not names:
+        closure = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        mesh = dict(closure)["mesh"].cell_contents
+        names = getattr(mesh, "axis_names", ())
+    return frozenset(names)
 
 
 def _write_library_function(
     walk: Walk, function: types.FunctionType, file: str, kind: Kind
 ) -> None:
-    """A function made inside a library: its code is pinned by the build, not so what it closes over."""
+    """A function made in a library: the build pins its code, but not what it closes over."""
     code = function.__code__
     if kind is Kind.IMPURE or libraries.is_impure(function.__module__ or "", code.co_qualname):
         walk.undecidable(f"uses {function.__module__}.{code.co_qualname}")

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
+import jax.dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from orbax_aot._jax import hooks
@@ -23,6 +26,12 @@ def find_writer(walk: Walk, value: Any) -> Callable[[Walk, Any], None] | None:
     del walk
     if hooks.is_jitted(value):
         return write_jitted
+    if hooks.is_jit_information(value):
+        return _write_jit_options
+    if hooks.is_debug_information(value):
+        return _write_nothing
+    if hooks.is_cached_function(value):
+        return _write_cached_function
     for kinds, writer in _WRITERS:
         if isinstance(value, kinds):
             return writer
@@ -32,9 +41,26 @@ def find_writer(walk: Walk, value: Any) -> Callable[[Walk, Any], None] | None:
 def write_jitted(walk: Walk, jitted: Any) -> None:
     """A jitted function: what it wraps and how it was jitted."""
     walk.visit(jitted.__wrapped__)
+    _write_jit_options(walk, jitted)
+
+
+def _write_nothing(walk: Walk, value: object) -> None:
+    """For what says only where something comes from."""
+
+
+def _write_jit_options(walk: Walk, jitted: Any) -> None:
     for name, option in hooks.jit_options(jitted):
         walk.write(name)
         walk.visit(option)
+
+
+def _write_cached_function(walk: Walk, function: Any) -> None:
+    """A function behind one of JAX's own caches, which some programs use for themselves."""
+    walk.visit(function.__wrapped__)
+    name = getattr(function.__wrapped__, "__qualname__", "a function")
+    filled = function.cache_info().currsize > 0
+    walk.note_cacheable(function, f"{name} has cached results from before it was seen" if filled
+                        else None)  # fmt: skip
 
 
 def write_tree_definition(walk: Walk, tree: Any) -> None:
@@ -43,10 +69,17 @@ def write_tree_definition(walk: Walk, tree: Any) -> None:
     if node is None:
         walk.write("leaf" if tree.num_leaves else "none")
         return
-    walk.write("node", str(tree.num_nodes))
     kind, data = node
-    walk.visit(kind)
-    walk.visit(data)
+    if kind is dict and all(type(key) is str for key in data):
+        walk.write("dict", str(len(data)), *data)
+        for key in data:
+            walk.mentions.add_text(key)
+    elif kind in (tuple, list):
+        walk.write(kind.__name__, str(tree.num_nodes))
+    else:
+        walk.write("node", str(tree.num_nodes))
+        walk.visit(kind)
+        walk.visit(data)
     for child in tree.children():
         write_tree_definition(walk, child)
 
@@ -67,7 +100,7 @@ def _write_array(walk: Walk, value: jax.Array) -> None:
     elif value.nbytes > _MOST_ARRAY_BYTES:
         walk.undecidable(f"an array of {value.nbytes} bytes")
     else:
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             walk.write(str(jax.random.key_impl(value)))
             value = jax.random.key_data(value)
         walk.write(hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest())

@@ -1,9 +1,10 @@
 """Libraries: whose code is named and pinned by its installed build instead of being walked.
 
-Three kinds of modules are told apart. *Trusted* libraries and the *pure* part of the standard library
-depend on nothing but arguments, builds and settings that are compared elsewhere: their objects are
-written by name. The rest of the standard library, and a few functions of trusted libraries, read
-the outer world: reaching them cannot be decided. Everything else, installed or not, is walked.
+Three kinds of modules are told apart. *Trusted* libraries and the *pure* part of the standard
+library depend on nothing but arguments, builds and settings that are compared elsewhere: their
+objects are written by name. The rest of the standard library, and a few functions of trusted
+libraries, read the outer world: reaching them cannot be decided. Everything else, installed or
+not, is walked.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ import sys
 import sysconfig
 import types
 from collections.abc import Mapping
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text, for long lists of names."""
+    return frozenset(text.split())
+
 
 TRUSTED_DISTRIBUTIONS: Mapping[str, str] = {
     "absl": "absl-py",
@@ -39,30 +46,32 @@ TRUSTED_DISTRIBUTIONS: Mapping[str, str] = {
 # This package compiles functions and is no part of them.
 OWN_PACKAGE = "orbax_aot"
 
-_PURE_STANDARD_LIBRARY = frozenset(
-    "__future__ _abc _bisect _collections _collections_abc _functools _heapq _operator _struct _thread"
-    " _typing _weakrefset abc base64 binascii bisect builtins cmath collections contextlib copy copyreg"
-    " dataclasses decimal enum fractions functools hashlib heapq inspect itertools json keyword logging"
-    " math numbers operator re reprlib statistics string struct textwrap traceback types typing"
-    " unicodedata warnings".split()
+_PURE_STANDARD_LIBRARY = words(
+    "__future__ _abc _bisect _collections _collections_abc _functools _heapq _operator _struct"
+    " _thread _typing _weakrefset abc base64 binascii bisect builtins cmath collections contextlib"
+    " copy copyreg dataclasses decimal enum fractions functools hashlib heapq inspect itertools"
+    " json keyword logging math numbers operator re reprlib statistics string struct textwrap"
+    " traceback types typing unicodedata warnings"
 )
-_PURE_NAMES = frozenset(
+_PURE_NAMES = words(
     "sys:byteorder sys:float_info sys:maxsize sys:version_info sys:hexversion sys:implementation"
-    " sys:exc_info os:PathLike threading:local".split()
+    " sys:exc_info os:PathLike threading:local"
 )
 # What trusted libraries and pure modules offer that depends on the machine, files or the process.
-_IMPURE_NAMES = frozenset(
-    [f"builtins:{name}" for name in "open input eval exec compile __import__ globals locals id hash"
-     " breakpoint help".split()]
-    + [f"numpy:{name}" for name in "load loadtxt genfromtxt fromfile memmap fromregex random".split()]
-    + [f"jax:{name}" for name in "devices local_devices device_count local_device_count process_index"
-       " process_count process_indices default_backend live_arrays random_seed".split()]
-    + ["jax.numpy:load", "jax.numpy:fromfile", "typing:get_type_hints", "inspect:currentframe",
-       "inspect:stack", "inspect:getsource", "inspect:getfile", "inspect:getsourcelines",
-       "inspect:getsourcefile", "inspect:getdoc", "inspect:getmodule", "inspect:get_annotations",
-       "absl.logging:get_verbosity", "absl.logging:vlog_is_on", "absl.logging:level_debug",
-       "absl.logging:level_info", "traceback:extract_stack", "contextlib:chdir"]
-)  # fmt: skip
+_IMPURE_NAMES = words(
+    "builtins:open builtins:input builtins:eval builtins:exec builtins:compile"
+    " builtins:__import__ builtins:globals builtins:locals builtins:id builtins:hash"
+    " builtins:breakpoint builtins:help"
+    " numpy:load numpy:loadtxt numpy:genfromtxt numpy:fromfile numpy:memmap numpy:fromregex"
+    " numpy:random jax.numpy:load jax.numpy:fromfile"
+    " jax:devices jax:local_devices jax:device_count jax:local_device_count jax:process_index"
+    " jax:process_count jax:process_indices jax:default_backend jax:live_arrays"
+    " typing:get_type_hints inspect:currentframe inspect:stack inspect:getsource"
+    " inspect:getsourcelines inspect:getsourcefile inspect:getfile inspect:getdoc"
+    " inspect:getmodule inspect:get_annotations traceback:extract_stack contextlib:chdir"
+    " absl.logging:get_verbosity absl.logging:vlog_is_on absl.logging:level_debug"
+    " absl.logging:level_info"
+)
 _IMPURE_MODULES = (
     "numpy.random", "numpy.lib.npyio", "numpy.lib._npyio_impl", "numpy.lib.format",
     "numpy.ctypeslib", "numpy.f2py", "jax._src.xla_bridge", "jax._src.distributed",
@@ -70,10 +79,10 @@ _IMPURE_MODULES = (
     "absl.flags", "absl.app", "scipy.io", "scipy.stats", "jax._src.debugger",
 )  # fmt: skip
 # Reaching one of these makes every attribute count, not only those that code names.
-COMPUTED_ACCESS = frozenset(
+COMPUTED_ACCESS = words(
     "builtins:getattr builtins:hasattr builtins:vars builtins:dir operator:attrgetter"
     " _operator:attrgetter operator:methodcaller _operator:methodcaller inspect:getmembers"
-    " inspect:getmembers_static inspect:getattr_static".split()
+    " inspect:getmembers_static inspect:getattr_static"
 )
 # Reaching one of these makes constructors count of objects that code only uses.
 CLASS_ACCESS = frozenset({"builtins:type"})

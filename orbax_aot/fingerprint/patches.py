@@ -1,24 +1,27 @@
 """Patched libraries: what somebody has put in place of a part of a trusted library.
 
 Library code is not walked, so a function that was replaced inside a library would go unnoticed.
-Each loaded module of the trusted libraries is therefore held against what its own compiled file binds
-(see `bindings`), once per process; from then on only namespaces that have changed are looked at
-again, which an identity comparison of dictionaries finds in about a millisecond.
+Each loaded module of the trusted libraries is therefore held against what its own compiled file
+binds (see `bindings`), once per process; from then on only namespaces that have changed are
+looked at again, which an identity comparison of dictionaries finds in about a millisecond.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import enum
 import functools
+import gc
 import sys
 import threading
 import types
 from collections.abc import Iterator
 from typing import Any
 
+from orbax_aot._jax import hooks
 from orbax_aot.fingerprint import bindings, libraries
-from orbax_aot.fingerprint.bindings import Alias, Bindings, Constant, Definition, Import
+from orbax_aot.fingerprint.bindings import Alias, Bindings, Constant, Definition, Import, Unknown
 from orbax_aot.fingerprint.libraries import Kind
 
 _MISSING = object()
@@ -32,6 +35,10 @@ _SIMPLE = _NUMBERS | {type(None), str, bytes, tuple, frozenset}
 # Containers and slots of values are no code, and modules are looked at by themselves.
 _UNCHECKED = frozenset(
     {types.ModuleType, dict, list, set, types.MemberDescriptorType, types.GetSetDescriptorType}
+)
+_METHOD_WRAPPERS = frozenset({property, staticmethod, classmethod, functools.cached_property})
+_MADE_IN_C = frozenset(
+    {types.WrapperDescriptorType, types.MethodDescriptorType, types.BuiltinFunctionType}
 )
 # Set by libraries on each other while they are imported, or by the import system.
 _NAMES_OF_THE_IMPORT_SYSTEM = frozenset(
@@ -61,9 +68,7 @@ def _layers(value: Any) -> Iterator[Any]:
             value = value.__func__
         elif isinstance(value, property):
             value = value.fget
-        elif isinstance(value, functools.partial):
-            value = value.func
-        elif isinstance(value, functools.cached_property):
+        elif isinstance(value, functools.partial | functools.cached_property):
             value = value.func
         elif isinstance(value, type):
             return
@@ -94,6 +99,17 @@ def _cell_contents(function: types.FunctionType) -> Iterator[object]:
             yield cell.cell_contents
         except ValueError:  # not bound yet
             continue
+
+
+def _holds_foreign(value: Any) -> bool:
+    """Whether a rule, or something that it closes over, is the user's."""
+    if type(value) is types.FunctionType and not value.__closure__ and not value.__dict__:
+        return _is_foreign_file(value.__code__.co_filename)
+    return any(_is_foreign_file(code.co_filename) for code in _codes(value, depth=2))
+
+
+def _is_foreign_file(path: str) -> bool:
+    return not path.startswith("<") and libraries.library_file(path) is None
 
 
 def is_foreign(value: Any) -> bool:
@@ -129,6 +145,15 @@ def _is_user_module(name: object) -> bool:
     if module is None or libraries.kind_of_module(name) is not Kind.USER:
         return False
     return name == "__main__" or getattr(module, "__file__", None) is not None
+
+
+def _functions_of(value: Any) -> tuple[Any, ...]:
+    """The functions of a method, in whatever it is wrapped."""
+    if isinstance(value, property):
+        return tuple(f for f in (value.fget, value.fset, value.fdel) if f is not None)
+    if isinstance(value, functools.cached_property):
+        return (value.func,)
+    return (value.__func__,) if isinstance(value, staticmethod | classmethod) else (value,)
 
 
 class _Namespace:
@@ -172,63 +197,48 @@ class _Namespace:
 
     def _is_patched(self, name: str, value: Any) -> bool:
         kind = type(value)
-        if kind is types.FunctionType:
-            if self._is_at_home(name, value) or self._is_made_for_class(name, value):
-                return False
-        elif kind in _UNCHECKED or name in _NAMES_OF_THE_IMPORT_SYSTEM:
+        if kind in _UNCHECKED or name in _NAMES_OF_THE_IMPORT_SYSTEM:
             return False
-        elif isinstance(value, type):
-            if value.__qualname__ == self._prefix + name:
-                if value.__module__ == self.module.__name__:
-                    return False
+        if isinstance(value, type):
+            home = (value.__module__, value.__qualname__)
+            if home == (self.module.__name__, self._prefix + name):
+                return False
         elif kind in _SIMPLE:
             if self._prefix and (kind not in _NUMBERS or name.startswith("_")):
                 return False  # names of fields and slots, and what enums keep
-        elif kind is property:
-            if not (value.fset or value.fdel) and self._is_at_home(name, value.fget):
+        elif kind is types.FunctionType or kind in _METHOD_WRAPPERS:
+            # Most names, and fast: a function in the file and of the name it should have.
+            if all(self._is_at_home(name, function) for function in _functions_of(value)):
                 return False
-        elif kind in (staticmethod, classmethod):
-            function = value.__func__
-            if self._is_at_home(name, function) or self._is_made_for_class(name, function):
-                return False
-        elif not callable(value) and not isinstance(value, functools.cached_property):
+        elif not callable(value) or (self._prefix and kind in _MADE_IN_C):
             return False
         expected = self._body.bindings_of(self.holder)
-        known = expected.known.get(name, []) if expected is not None else []
+        known = expected.of(name) if expected is not None else []
         if any(isinstance(b, Import | Alias) and self._fits(name, value, b) for b in known):
             return False  # taken from where the library takes it, even if that is another package
         if kind not in _SIMPLE and is_foreign(value):
             return True
-        if expected is None or not known or name in expected.unknown:
-            return False
-        return not any(self._fits(name, value, binding) for binding in known)
+        return bool(known) and not any(self._fits(name, value, binding) for binding in known)
 
     def _is_at_home(self, name: str, function: Any) -> bool:
-        """Whether a function comes from the file, and has the name, that it should have.
-
-        True of most, and fast.
-        """
+        """Whether a function comes from where one of this name should come from."""
         code = getattr(function, "__code__", None)
-        return (
-            code is not None
-            and code.co_qualname == self._prefix + name
-            and code.co_filename == self._body.file
-        )
-
-    def _is_made_for_class(self, name: str, function: Any) -> bool:
-        """Whether a class got this method from `dataclasses`, named tuples or its linen base."""
-        code = getattr(function, "__code__", None)
-        if code is None or not self._prefix:
+        if code is None:
             return False
         made = code.co_qualname
-        if made == f"__create_fn__.<locals>.{name}" or made == f"namedtuple.<locals>.{name}":
-            return True
+        if made == self._prefix + name:
+            return code.co_filename == self._body.file
+        if not self._prefix or "<locals>" not in made:
+            return False
+        # A method that something made for the class.
         if made == "wrap_method_once.<locals>.wrapped_module_method":
             return self._is_at_home(name, function.__wrapped__)
-        return False
+        return not is_foreign(function)
 
     def _fits(self, name: str, value: Any, binding: bindings.Binding) -> bool:
         """Whether a name that the library bound like this could hold this value."""
+        if isinstance(binding, Unknown):
+            return True
         if isinstance(binding, Definition):
             return _fits_definition(value, binding)
         if isinstance(binding, Constant):
@@ -272,12 +282,12 @@ class _Body:
             return None
         if holder is self._module:
             if self._of_module is None:
-                self._of_module = bindings.read_bindings(self.code, self._package)
+                self._of_module = Bindings(self.code, self._package)
             return self._of_module
         name: str = holder.__qualname__  # type: ignore[attr-defined]
         if name not in self._of_classes:
             body = bindings.class_body(self.code, name)
-            read = None if body is None else bindings.read_bindings(body, self._package)
+            read = None if body is None else Bindings(body, self._package)
             self._of_classes[name] = read
         return self._of_classes[name]
 
@@ -299,6 +309,43 @@ def _fits_definition(value: Any, binding: Definition) -> bool:
     return any((code.co_name, code.co_firstlineno) in wanted for code in codes)
 
 
+class _Rules:
+    """The tables in which JAX keeps how its primitives are differentiated, batched and lowered."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[str, dict[Any, Any]]] = []
+        self.patches: list[Patch] = []
+
+    def refresh(self) -> bool:
+        """Looks again if any rule was set; says whether it looked."""
+        tables = [(name, dict(table)) for name, table in hooks.rule_tables()]
+        if tables == self._seen:
+            return False
+        self._seen = tables
+        primitives = hooks.primitives_of_jax()
+        self.patches = [
+            (f"{name}[{primitive}]", rule)
+            for name, table in tables
+            for primitive, entry in table.items()
+            if id(primitive) in primitives
+            for rule in hooks.functions_of_rule(entry)
+            if callable(rule) and _holds_foreign(rule)
+        ]
+        return True
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keeps garbage collection from going through all of JAX during the first look."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class _Watch:
     """All loaded modules of the trusted libraries."""
 
@@ -310,12 +357,13 @@ class _Watch:
         self._classes: dict[int, type] = {}
         self._patches: list[Patch] = []
         self._uncompiled: list[str] = []
+        self._rules = _Rules()
         self._names: set[str] = set()
         self._named: set[str] = set()  # modules whose names are among them
 
     def patches(self) -> tuple[list[Patch], list[str]]:
         """(what is patched now, modules that could not be checked)."""
-        with self._lock:
+        with self._lock, _no_collection():
             changed = self._add_new_modules()
             index = 0
             while index < len(self._namespaces):  # grows by the classes that are found
@@ -325,8 +373,10 @@ class _Watch:
                     if namespace.holder is namespace.module:
                         self._add_classes(namespace)
                 index += 1
-            if changed:
+            rules = self._rules.refresh()
+            if changed or rules:
                 found = [patch for n in self._namespaces for patch in n.patches]
+                found += self._rules.patches
                 self._patches = sorted(found, key=lambda patch: patch[0])
             return self._patches, self._uncompiled
 
@@ -363,7 +413,8 @@ class _Watch:
 
 # Parts of trusted libraries that no traced function runs, but that much time would go into.
 _NOT_WATCHED = (
-    "absl.", "flax.errors", "jax._src.clusters", "jax._src.debugger", "jax._src.export.serialization",
+    "absl.", "flax.errors", "jax._src.clusters", "jax._src.debugger",
+    "jax._src.export.serialization",
     "jax._src.xla_bridge", "jax.experimental.array_serialization", "jaxlib.", "numpy.distutils",
     "numpy.dtypes", "numpy.f2py", "numpy.lib._datasource", "numpy.ma", "numpy.random",
     "numpy.testing", "numpy.typing", "numpy._typing", "scipy", "typing_extensions",
@@ -393,7 +444,7 @@ def find_patches() -> tuple[list[Patch], list[str]]:
 
 
 def names_looked_up() -> frozenset[str]:
-    """The names of attributes that the code of trusted libraries looks up in the objects it gets."""
+    """The names of attributes that the code of trusted libraries looks up."""
     return _watch.names_looked_up()
 
 

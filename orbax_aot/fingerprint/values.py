@@ -6,18 +6,21 @@ a name) are written in place. All others are numbered by the walk and their cont
 
 from __future__ import annotations
 
+import collections
 import enum
 import functools
 import hashlib
 import operator
+import re
 import types
 import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from orbax_aot._jax import hooks
 from orbax_aot.fingerprint import classes, functions, jax_values, libraries
 from orbax_aot.fingerprint.libraries import Kind
 from orbax_aot.fingerprint.walk import Walk
@@ -114,6 +117,7 @@ def _write_generic_alias(walk: Walk, value: Any) -> None:
 
 
 def _write_method(walk: Walk, value: types.MethodType) -> None:
+    _note_traced(walk, value)
     walk.write("method")
     walk.visit(value.__func__)
     walk.visit(value.__self__)
@@ -164,7 +168,18 @@ def _write_library_object(walk: Walk, value: object) -> bool:
     if name is None:
         return False
     libraries_write_name(walk, *name)
+    if isinstance(value, types.FunctionType):
+        _write_simple_defaults(walk, value)
     return True
+
+
+def _write_simple_defaults(walk: Walk, function: types.FunctionType) -> None:
+    """Default values of a library function, which somebody may have set to others."""
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    for default in defaults:
+        name, value = default if type(default) is tuple and len(default) == 2 else ("", default)
+        if type(value) in (bool, int, float, str):
+            walk.write(str(name), repr(value))
 
 
 def libraries_write_name(walk: Walk, module_name: str, name: str) -> None:
@@ -188,7 +203,7 @@ def _write_list(walk: Walk, value: list[object]) -> None:
         walk.visit(item)
 
 
-def _write_dict(walk: Walk, value: dict[object, object] | types.MappingProxyType) -> None:
+def _write_dict(walk: Walk, value: Mapping[Any, Any]) -> None:
     walk.write(str(len(value)))
     for key, item in value.items():
         walk.visit(key)
@@ -204,7 +219,7 @@ def _write_cell(walk: Walk, value: types.CellType) -> None:
         walk.visit(content)
 
 
-def _write_partial(walk: Walk, value: functools.partial) -> None:
+def _write_partial(walk: Walk, value: Any) -> None:
     walk.visit(type(value))
     walk.visit(value.func)
     walk.visit(value.args)
@@ -241,7 +256,7 @@ def _write_descriptor(walk: Walk, value: Any) -> None:
 
 
 def _write_array(walk: Walk, value: np.ndarray) -> None:
-    walk.write(value.dtype.name, str(value.dtype.str), str(value.shape))
+    walk.write(value.dtype.name, str(value.dtype.str), str(value.shape), str(value.strides))
     if value.dtype.hasobject:
         walk.visit(value.tolist())
     elif value.nbytes > _MOST_ARRAY_BYTES:
@@ -253,8 +268,40 @@ def _write_array(walk: Walk, value: np.ndarray) -> None:
 def _write_lru_cache(walk: Walk, value: Any) -> None:
     walk.visit(value.__wrapped__)
     walk.visit(dict(value.cache_parameters()))
-    if value.cache_info().currsize:
-        walk.undecidable(f"a filled functools cache of {value.__wrapped__.__qualname__}")
+    filled = value.cache_info().currsize > 0
+    name = value.__wrapped__.__qualname__
+    walk.note_cacheable(
+        value, f"{name} has cached results from before it was seen" if filled else None
+    )
+
+
+_NAMED_TUPLE_FIELD: Any = type(collections.namedtuple("_Probe", "field").field)  # type: ignore
+
+
+def _write_named_tuple_field(walk: Walk, value: Any) -> None:
+    walk.write(repr(value.__reduce__()[1][0]))  # its index; the rest is a docstring
+
+
+def _write_ordered_dict(walk: Walk, value: collections.OrderedDict) -> None:
+    _write_list(walk, [item for key in value for item in (key, value[key])])
+
+
+def _write_default_dict(walk: Walk, value: collections.defaultdict) -> None:
+    walk.visit(value.default_factory)
+    _write_dict(walk, value)
+
+
+def _write_deque(walk: Walk, value: collections.deque) -> None:
+    walk.write(str(value.maxlen))
+    _write_list(walk, list(value))
+
+
+def _write_namespace(walk: Walk, value: types.SimpleNamespace) -> None:
+    _write_dict(walk, dict(vars(value)))
+
+
+def _write_pattern(walk: Walk, value: re.Pattern) -> None:
+    walk.write(repr(value.pattern), str(value.flags))
 
 
 _NUMBERED: dict[type, Callable[[Walk, Any], None]] = {
@@ -278,7 +325,13 @@ _NUMBERED: dict[type, Callable[[Walk, Any], None]] = {
     types.MemberDescriptorType: _write_descriptor,
     np.ndarray: _write_array,
     types.ModuleType: functions.write_module,
+    _NAMED_TUPLE_FIELD: _write_named_tuple_field,
     functools._lru_cache_wrapper: _write_lru_cache,
+    collections.OrderedDict: _write_ordered_dict,
+    collections.defaultdict: _write_default_dict,
+    collections.deque: _write_deque,
+    types.SimpleNamespace: _write_namespace,
+    re.Pattern: _write_pattern,
     object: lambda walk, value: None,
 }
 
@@ -303,15 +356,35 @@ def _write_object(walk: Walk, value: object) -> None:
     if isinstance(value, types.ModuleType):
         walk.number(value, "module", value.__name__, lambda: functions.write_module(walk, value))
         return
-    writer = _NUMBERED.get(kind)
+    writer: Callable[[Walk, Any], None] | None = _NUMBERED.get(kind)
     if writer is None and isinstance(value, functools.partial):
         writer = _write_partial
     if writer is None:
         writer = jax_values.find_writer(walk, value)
     if writer is None:
         writer = classes.write_instance
-    chosen = writer
+    if callable(value) and kind is not functools._lru_cache_wrapper:
+        _note_traced(walk, value)
+    chosen: Callable[[Walk, Any], None] = writer
     walk.number(value, kind.__qualname__, place_of(value), lambda: chosen(walk, value))
+
+
+def _note_traced(walk: Walk, value: object) -> None:
+    if type(value).__weakrefoffset__ == 0:
+        return  # JAX remembers functions by weak references only
+    if _is_plain_library_function(value):
+        return  # it holds no state that could have changed
+    if hooks.was_traced(value):
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        walk.note_cacheable(value, f"{name} was traced before it was seen")
+    else:
+        walk.note_cacheable(value, None)
+
+
+def _is_plain_library_function(value: object) -> bool:
+    if not isinstance(value, types.FunctionType) or value.__closure__:
+        return False
+    return libraries.library_file(value.__code__.co_filename) is not None
 
 
 def place_of(value: object) -> str | None:

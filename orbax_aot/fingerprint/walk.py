@@ -5,8 +5,9 @@ a number at first sight and is written as that number from then on, so that alia
 part of the stream, and its content follows when its turn comes. The order is the walk's own,
 never that of a hash table, so that the stream is the same in every process.
 
-Which attributes count is decided by name (see `Mentions`): an attribute that nothing reached by the
-walk can name does not matter, which is what lets a method stay the same program while a neighbour changes.
+Which attributes count is decided by name (see `Mentions`): an attribute that nothing reached by
+the walk can name does not matter, which is what lets a method stay the same program while a
+neighbour changes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 # Far more than any training step reaches; walking this much takes about a second.
 _MOST_OBJECTS = 500_000
 _MOST_REASONS = 20
+# Flax calls methods by names that are given to it under these; they may have been computed.
+_KEYWORDS_FOR_NAMES = frozenset({"method", "methods"})
 
 Task = Callable[[], None]
 
@@ -33,6 +36,7 @@ class Mentions:
         self._names: set[str] = set()
         self._texts: set[str] = set()
         self._everything = False
+        self._waiting_for_everything: list[Task] = []
         self._waiting: dict[str, list[Task]] = {}
         # Attributes of objects, which libraries may look up too; those of modules they do not.
         self._waiting_of_objects: dict[str, list[Task]] = {}
@@ -52,13 +56,24 @@ class Mentions:
         """Notes what a reached string could name, as for methods that are given by name."""
         if text not in self._texts:
             self._texts.add(text)
+            if text in _KEYWORDS_FOR_NAMES:
+                self.add_everything()
             self.add(_IDENTIFIER.findall(text))
 
     def add_everything(self) -> None:
         """Notes that code computes names: every attribute counts."""
         self._everything = True
+        self._release(self._waiting_for_everything)
+        self._waiting_for_everything = []
         self.add(sorted(self._waiting.keys() | self._waiting_of_objects.keys()))
         self.add_any_constructor()
+
+    def when_everything(self, task: Task) -> None:
+        """Runs `task` once code may go through attributes whatever their names, if ever."""
+        if self._everything:
+            self._release([task])
+        else:
+            self._waiting_for_everything.append(task)
 
     def add_for_libraries(self, names: frozenset[str]) -> bool:
         """Notes names that library code looks up; says whether any attribute waited for one."""
@@ -101,7 +116,7 @@ class Mentions:
 
 
 class Walk:
-    """One stream of tokens over one function, with the reasons why it may not be the whole truth."""
+    """One stream of tokens, with the reasons why it may not be the whole truth."""
 
     def __init__(self, write_value: Callable[[Walk, object], None]) -> None:
         self._write_value = write_value
@@ -112,7 +127,9 @@ class Walk:
         self._reasons: dict[str, None] = {}
         self._place = "the function"
         self.mentions = Mentions(self._add_tasks)
-        self.notes: dict[object, object] = {}  # what writers remember for the length of one walk
+        # Functions whose earlier state a cache may hold, and functions that could get there.
+        self.cached: list[tuple[object, str]] = []
+        self.uncached: list[object] = []
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -167,6 +184,11 @@ class Walk:
         """Writes a constructor of a numbered class once code may construct objects of it."""
         self.mentions.when_constructed(owner, self._attribute_task(owner, name, value))
 
+    def attribute_order(self, owner: object, names: Iterable[str]) -> None:
+        """Writes in which order attributes were set, for code that goes through all of them."""
+        number, text = self._numbers[id(owner)], " ".join(names)
+        self.mentions.when_everything(lambda: self.write("order", str(number), text))
+
     def _attribute_task(self, owner: object, name: str, value: object) -> Task:
         place, number = self._place, self._numbers[id(owner)]
 
@@ -181,6 +203,13 @@ class Walk:
         """Notes why an equal digest would not mean the same program."""
         if len(self._reasons) < _MOST_REASONS:
             self._reasons.setdefault(f"{reason} [{self._place}]")
+
+    def note_cacheable(self, function: object, what: str | None) -> None:
+        """Notes a function that caches can know; `what` says by which this one is known, if any."""
+        if what is None:
+            self.uncached.append(function)
+        else:
+            self.cached.append((function, f"{what} [{self._place}]"))
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -206,6 +235,15 @@ class Walk:
                 task()
             except Exception as error:  # see `visit`
                 self.undecidable(f"{type(error).__name__}: {error}"[:200])
+
+    def let_go(self) -> None:
+        """Drops the objects that were kept, so that they die with their last user."""
+        self._kept.clear()
+        self._numbers.clear()
+        self._tasks.clear()
+        self.cached.clear()
+        self.uncached.clear()
+        self.mentions = Mentions(lambda tasks: None)
 
     def digest(self) -> str:
         """The digest of all that was written."""

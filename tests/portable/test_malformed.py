@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax._src.export import serialization
 from portable_programs import array, exported, program
 
 from orbax_aot._jax import export as export_door
@@ -32,10 +33,8 @@ def good() -> bytes:
 def native_reader(monkeypatch):
     """Fails the test where MLIR's reader is reached."""
 
-    def reached(*args):
-        raise AssertionError("reached the native reader")
-
-    monkeypatch.setattr(export_door, "opened_module", reached)
+    # Not an `Exception`, which `parse` would take for a malformed program.
+    monkeypatch.setattr(export_door, "opened_module", lambda *args: pytest.fail("was reached"))
 
 
 def refusal(data: bytes) -> str:
@@ -137,6 +136,34 @@ def test_trees_that_are_not_flat_are_refused(tree, native_reader):
     assert refusal(export_door.serialize(plain)).startswith(
         "CORRUPT: The StableHLO cannot be read ("
     )
+
+
+def test_a_tree_that_shares_its_branches_does_not_take_exponential_time(native_reader, monkeypatch):
+    # Forty levels, each of which holds the one below twice: small in bytes, 2 to the 40 leaves.
+    builder_of = serialization._serialize_pytreedef
+    generated = serialization.ser_flatbuf
+
+    def doubling(builder, tree):
+        node = builder_of(builder, jax.tree.structure(0))
+        for _ in range(40):
+            generated.PyTreeDefStartChildrenVector(builder, 2)
+            builder.PrependUOffsetTRelative(node)
+            builder.PrependUOffsetTRelative(node)
+            children = builder.EndVector()
+            generated.PyTreeDefStart(builder)
+            generated.PyTreeDefAddKind(builder, generated.PyTreeDefKind.tuple)
+            generated.PyTreeDefAddChildren(builder, children)
+            node = generated.PyTreeDefEnd(builder)
+        return node
+
+    restored = jax.export.deserialize(bytearray(exported(jnp.sin, jnp.ones(3))))
+    monkeypatch.setattr(serialization, "_serialize_pytreedef", doubling)
+    data = export_door.serialize(restored)
+    started = time.monotonic()
+    assert refusal(data) == (
+        "CORRUPT: The StableHLO cannot be read (2 leaves for 1 arrays). Save this step again."
+    )
+    assert time.monotonic() - started < 5
 
 
 CRASHES = """

@@ -23,10 +23,23 @@ from support_case import (
 section = Section("Arguments and results")
 
 _DTYPES = (
-    "bool int2 int4 int8 int16 int32 uint2 uint4 uint8 uint16 uint32 bfloat16 float16 float32 "
-    "float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
-    "float8_e8m0fnu float4_e2m1fn complex64"
-).split()
+    *(
+        "bool",
+        "int2",
+        "int4",
+        "int8",
+        "int16",
+        "int32",
+        "uint2",
+        "uint4",
+        "uint8",
+        "uint16",
+        "uint32",
+    ),
+    *("bfloat16", "float16", "float32", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("float4_e2m1fn", "complex64"),
+)
 
 
 def _add_dtype(name: str) -> None:
@@ -90,7 +103,9 @@ for _name in ("threefry2x32", "rbg", "unsafe_rbg"):
 _counter_prng = prng.PRNGImpl(
     key_shape=(1,),
     seed=lambda seed: jnp.asarray(seed, jnp.uint32).reshape(1),
-    split=lambda key, shape: key[0] + jnp.arange(np.prod(shape), dtype=jnp.uint32).reshape(*shape, 1),
+    split=lambda key, shape: (
+        key[0] + jnp.arange(np.prod(shape), dtype=jnp.uint32).reshape(*shape, 1)
+    ),
     random_bits=lambda key, width, shape: jnp.full(shape, key[0], getattr(jnp, f"uint{width}")),
     fold_in=lambda key, data: key + jnp.asarray(data, jnp.uint32),
     name="orbax_aot_counter",
@@ -111,9 +126,11 @@ def _(devices):
     expected=not_carried("NOT_SERIALIZABLE"),
 )
 def _(devices):
-    impl = dataclasses.replace(_counter_prng, name="orbax_aot_unknown") if dataclasses.is_dataclass(
-        _counter_prng
-    ) else _counter_prng._replace(name="orbax_aot_unknown")
+    impl = (
+        dataclasses.replace(_counter_prng, name="orbax_aot_unknown")
+        if dataclasses.is_dataclass(_counter_prng)
+        else _counter_prng._replace(name="orbax_aot_unknown")
+    )
     key = prng.random_wrap(jnp.array([7], jnp.uint32), impl=impl)
     return call(lambda key: jax.random.fold_in(key, 1), key)
 
@@ -233,9 +250,7 @@ def _(devices):
     return call(lambda p: (Point(p.y, p.x), p), Point(array(2), array(3)))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["x", "y"], meta_fields=["name"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "y"], meta_fields=["name"])
 @dataclasses.dataclass
 class Named:
     x: Any
@@ -263,7 +278,7 @@ class Node:
         return cls(children[0], tag)
 
 
-@section.case("pytree nodes of the user's with opaque auxiliary data")
+@section.case("pytree nodes of the user's with opaque auxiliary data", by_program=True)
 def _(devices):
     return call(lambda n: (Node(n.x * 2, n.tag), n.x), Node(array(2), frozenset({"a"})))
 
@@ -318,7 +333,7 @@ class Hashable:
         return hash(self.n)
 
 
-@section.case("static arguments that are objects of the user's")
+@section.case("static arguments that are objects of the user's", by_program=True)
 def _(devices):
     f = lambda x, config: jnp.tile(x, config.n)
     return call(f, array(4), Hashable(3), jit={"static_argnums": 1})

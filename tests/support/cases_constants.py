@@ -74,9 +74,7 @@ def _(devices):
 @section.case("constant arguments that are PRNG keys")
 def _(devices):
     key = jax.random.wrap_key_data(np.array([1, 2], np.uint32))
-    return call(
-        lambda x: x + jax.random.uniform(key, (4,)), array(4), context=simplified(True)
-    )
+    return call(lambda x: x + jax.random.uniform(key, (4,)), array(4), context=simplified(True))
 
 
 @section.case("a constant that two functions share")

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import checkify, io_callback
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support_case import CARRIED, WITH_LIVE, Program, Section, array, call, put
+from support_case import WITH_LIVE, Program, Section, array, call, put
 
 import orbax_aot as oaot
 
@@ -133,9 +133,7 @@ def _(devices):
 
 for _ordered in (False, True):
 
-    @section.case(
-        f"io_callback{', ordered' if _ordered else ''}", expected=WITH_LIVE
-    )
+    @section.case(f"io_callback{', ordered' if _ordered else ''}", expected=WITH_LIVE)
     def _(devices, ordered=_ordered):
         log: list = []
 
@@ -182,7 +180,7 @@ def _(devices):
     return call(lambda x: jax.grad(lambda v: sine(v).sum())(x) + sine(x), array(4))
 
 
-@section.case("checkify, functionalised: errors are values", by_program=True)
+@section.case("checkify, functionalised: errors are values", by_program=True, remap=False)
 def _(devices):
     def f(x):
         checkify.check(jnp.all(x > 0), "not positive: {m}", m=jnp.min(x))
@@ -212,10 +210,22 @@ def _(devices):
     return Program({"f": f}, run, lambda: jax.debug_nans(True))
 
 
-@section.case("tokens in and out", expected=CARRIED)
+@section.case("tokens made and used inside")
 def _(devices):
     def f(x):
-        token = jax.lax.create_token(x)
-        return jax.lax.optimization_barrier((x * 2, token))[0] if token is not None else x
+        jax.lax.after_all(jax.lax.create_token(x), jax.lax.create_token(x))
+        return x * 2
 
     return call(f, array(4))
+
+
+@section.case("tokens as arguments and results", by_program=True)
+def _(devices):
+    token = jax.lax.create_token(1.0)
+    f = oaot.jit(lambda token, x: (x * 2, jax.lax.after_all(token)))
+
+    def run(fns):
+        y, new = fns["f"](token, array(4))
+        return y, type(new).__name__
+
+    return Program({"f": f}, run)

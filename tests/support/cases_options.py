@@ -27,7 +27,9 @@ _add("compiler_options: a string", {"xla_cpu_prefer_vector_width": "256"})
 @section.case("an FDO profile given as bytes")
 def _(devices):
     return call(
-        lambda x: jnp.tanh(x @ x), array(8, 8), jit={"compiler_options": {"fdo_profile": b""}}
+        lambda x: jnp.tanh(x @ x),
+        array(8, 8),
+        jit={"compiler_options": {"fdo_profile": b"\x00" * 1000}},
     )
 
 
@@ -45,9 +47,7 @@ def _(devices):
 
 @section.case("jax_numpy_dtype_promotion strict")
 def _(devices):
-    return call(
-        lambda x: x + x, array(8), context=lambda: jax.numpy_dtype_promotion("strict")
-    )
+    return call(lambda x: x + x, array(8), context=lambda: jax.numpy_dtype_promotion("strict"))
 
 
 @section.case("jax_threefry_partitionable off")
@@ -57,9 +57,7 @@ def _(devices):
 
     import numpy as np
 
-    return call(
-        f, np.array([0, 1], np.uint32), context=lambda: jax.threefry_partitionable(False)
-    )
+    return call(f, np.array([0, 1], np.uint32), context=lambda: jax.threefry_partitionable(False))
 
 
 @section.case("jax.stages.Compiled, given as it is", remap=False)

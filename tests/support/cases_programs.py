@@ -100,16 +100,57 @@ _add("hessian, jvp and vjp", lambda x: jax.hessian(lambda v: jnp.sum(v**3))(x), 
 _add("optimization_barrier", lambda x: jax.lax.optimization_barrier((x * 2, x)), array(4))
 _add("named_scope and named_call", jax.named_call(lambda x: x * 2, name="scaled"), array(4))
 _add("dtype promotion and bitcasts", lambda x: jax.lax.bitcast_convert_type(x, jnp.int32), array(4))
-_add("convolution", lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"), array(1, 2, 8, 8), array(3, 2, 3, 3))
+_add(
+    "convolution",
+    lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"),
+    array(1, 2, 8, 8),
+    array(3, 2, 3, 3),
+)
 _add("attention", lambda q: jax.nn.dot_product_attention(q, q, q), array(1, 8, 2, 4))
-_add("dot_general in int8", lambda x: jax.lax.dot(x, x.T, preferred_element_type=jnp.int32), array(4, 8, dtype=np.int8))
-_add("ragged_dot", lambda x, w, n: jax.lax.ragged_dot(x, w, n), array(6, 4), array(2, 4, 3), np.array([2, 4], np.int32))
-_add("gather, scatter and dynamic slices", lambda x, i: (x[i], x.at[i].add(1.0), jax.lax.dynamic_slice(x, (i[0],), (2,))), array(8), np.array([1, 3], np.int32))
-_add("sort, argsort and top-k", lambda x: (jnp.sort(x), jnp.argsort(x), jax.lax.top_k(x, 3)), array(32))
+_add(
+    "dot_general in int8",
+    lambda x: jax.lax.dot(x, x.T, preferred_element_type=jnp.int32),
+    array(4, 8, dtype=np.int8),
+)
+_add(
+    "ragged_dot",
+    lambda x, w, n: jax.lax.ragged_dot(x, w, n),
+    array(6, 4),
+    array(2, 4, 3),
+    np.array([2, 4], np.int32),
+)
+_add(
+    "gather, scatter and dynamic slices",
+    lambda x, i: (x[i], x.at[i].add(1.0), jax.lax.dynamic_slice(x, (i[0],), (2,))),
+    array(8),
+    np.array([1, 3], np.int32),
+)
+_add(
+    "sort, argsort and top-k",
+    lambda x: (jnp.sort(x), jnp.argsort(x), jax.lax.top_k(x, 3)),
+    array(32),
+)
 _add("approx_max_k", lambda x: jax.lax.approx_max_k(x, 3), array(32))
-_add("unique with a size, searchsorted, histogram", lambda x: (jnp.unique(x, size=4), jnp.searchsorted(jnp.sort(x), x), jnp.histogram(x, 4)), array(16))
-_add("FFT", lambda x: (jnp.fft.fft(x), jnp.fft.irfft(jnp.fft.rfft(x)), jnp.fft.fft2(x.reshape(4, 4))), array(16))
-_add("random distributions", lambda k: (jax.random.normal(k, (3,)), jax.random.gamma(k, 2.0, (3,)), jax.random.categorical(k, jnp.ones(4)), jax.random.permutation(k, 8)), np.array([0, 1], np.uint32))
+_add(
+    "unique with a size, searchsorted, histogram",
+    lambda x: (jnp.unique(x, size=4), jnp.searchsorted(jnp.sort(x), x), jnp.histogram(x, 4)),
+    array(16),
+)
+_add(
+    "FFT",
+    lambda x: (jnp.fft.fft(x), jnp.fft.irfft(jnp.fft.rfft(x)), jnp.fft.fft2(x.reshape(4, 4))),
+    array(16),
+)
+_add(
+    "random distributions",
+    lambda k: (
+        jax.random.normal(k, (3,)),
+        jax.random.gamma(k, 2.0, (3,)),
+        jax.random.categorical(k, jnp.ones(4)),
+        jax.random.permutation(k, 8),
+    ),
+    np.array([0, 1], np.uint32),
+)
 
 _LAPACK = {
     "cholesky": lambda a: jnp.linalg.cholesky(a),
@@ -121,13 +162,31 @@ _LAPACK = {
     "lu and det": lambda a: (jax.scipy.linalg.lu(a), jnp.linalg.det(a), jnp.linalg.slogdet(a)),
     "inverse and pseudo-inverse": lambda a: (jnp.linalg.inv(a), jnp.linalg.pinv(a)),
     "triangular solve": lambda a: jax.scipy.linalg.solve_triangular(a, a[0]),
-    "hessenberg and tridiagonal": lambda a: (jax.lax.linalg.hessenberg(a), jax.lax.linalg.tridiagonal(a)),
+    "hessenberg and tridiagonal": lambda a: (
+        jax.lax.linalg.hessenberg(a),
+        jax.lax.linalg.tridiagonal(a),
+    ),
 }
 for _name, _fun in _LAPACK.items():
     _add(f"LAPACK: {_name}", _fun, POSITIVE)
 
-_add("linear solves: solve, lstsq, cg, gmres", lambda a, b: (jnp.linalg.solve(a, b), jnp.linalg.lstsq(a, b)[0], jax.scipy.sparse.linalg.cg(lambda v: a @ v, b)[0], jax.scipy.sparse.linalg.gmres(lambda v: a @ v, b)[0]), POSITIVE, array(6))
-_add("custom_linear_solve, differentiated", lambda a, b: jax.grad(lambda b: jnp.linalg.solve(a, b).sum())(b), POSITIVE, array(6))
+_add(
+    "linear solves: solve, lstsq, cg, gmres",
+    lambda a, b: (
+        jnp.linalg.solve(a, b),
+        jnp.linalg.lstsq(a, b)[0],
+        jax.scipy.sparse.linalg.cg(lambda v: a @ v, b)[0],
+        jax.scipy.sparse.linalg.gmres(lambda v: a @ v, b)[0],
+    ),
+    POSITIVE,
+    array(6),
+)
+_add(
+    "custom_linear_solve, differentiated",
+    lambda a, b: jax.grad(lambda b: jnp.linalg.solve(a, b).sum())(b),
+    POSITIVE,
+    array(6),
+)
 
 
 @section.case("LAPACK over a mesh", devices=4)
@@ -137,7 +196,7 @@ def _(devices):
     return call(lambda x: jnp.linalg.cholesky(x), x)
 
 
-@section.case("sparse BCOO")
+@section.case("sparse BCOO", by_program=True)
 def _(devices):
     from jax.experimental import sparse
 
@@ -216,7 +275,9 @@ def _(devices):
     return call(f, array(16))
 
 
-@section.case("special functions", )
+@section.case(
+    "special functions",
+)
 def _(devices):
     f = lambda x: (
         jax.scipy.special.gammaln(x),

@@ -234,7 +234,9 @@ def _(devices):
     )
 
     def f(x):
-        return jax.grad(lambda x: jax.lax.scan(lambda c, _: (body(c), None), x, None, 3)[0].sum())(x)
+        return jax.grad(lambda x: jax.lax.scan(lambda c, _: (body(c), None), x, None, 3)[0].sum())(
+            x
+        )
 
     return call(f, put(array(8), NamedSharding(mesh, P("a"))))
 

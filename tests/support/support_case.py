@@ -135,7 +135,10 @@ def put(value: Any, sharding: Any) -> jax.Array:
 def encode(tree: Any) -> list[Any]:
     """Returns a tree as JSON data in which each bit counts: paths, types, placement and digests of the bytes."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [[jax.tree_util.keystr(path, simple=True, separator="/"), *_encode_leaf(leaf)] for path, leaf in flat]
+    return [
+        [jax.tree_util.keystr(path, simple=True, separator="/"), *_encode_leaf(leaf)]
+        for path, leaf in flat
+    ]
 
 
 def _encode_leaf(leaf: Any) -> list[Any]:

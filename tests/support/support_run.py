@@ -61,9 +61,7 @@ def run_all(cases: Sequence[Case], folder: Path) -> dict[str, dict[str, Any]]:
             strict=True,
         ):
             found[how] = lines
-    return {
-        case.id: {how: lines.get(case.id) for how, lines in found.items()} for case in cases
-    }
+    return {case.id: {how: lines.get(case.id) for how, lines in found.items()} for case in cases}
 
 
 def outcome_of(case: Case, found: dict[str, Any]) -> tuple[str, list[str]]:

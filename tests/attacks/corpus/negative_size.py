@@ -1,0 +1,15 @@
+"""Declares a negative size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attack_tools as t
+
+REASON = "CORRUPT"
+
+
+def attack(aot: Path) -> None:
+    body = t.read_body(aot)
+    t.variant(body)["raw_nbytes"] = -1
+    t.write_body(aot, body)

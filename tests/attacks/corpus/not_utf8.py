@@ -1,0 +1,14 @@
+"""Holds bytes that are no UTF-8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attack_tools as t
+
+REASON = "CORRUPT"
+
+
+def attack(aot: Path) -> None:
+    text = t.compact(t.read_body(aot))
+    t.write_text(aot, text.replace(b'"host":"', b'"host":"\xff', 1))

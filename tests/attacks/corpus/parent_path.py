@@ -1,0 +1,13 @@
+"""Climbs out of the folder by `..`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attack_tools as t
+
+REASON = "CORRUPT"
+
+
+def attack(aot: Path) -> None:
+    t.rename_payload(aot, "../../../_METADATA")
