@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -190,9 +191,9 @@ class AotHandler(ocp.AsyncCheckpointHandler):
                 target = restoring.make_target(lambda: self._state_handler.metadata(directory))
             wrapped_args = restore_args() if target is None else restore_args(target)
         handler: Any = self._state_handler
-        with restoring.timeline.span("state", "weights"):
-            state = handler.restore(directory, args=wrapped_args)
-        return restoring.give_weak_types(state)
+        start = time.perf_counter()
+        state = handler.restore(directory, args=wrapped_args)
+        return restoring.take_state(state, start)
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------

@@ -738,9 +738,14 @@ class RestoredFunction:
             lowering = function.lower_call(call)
         saved = signature.signature.program
         here = program_digest(lowering.lowered)
-        same = saved == here or (self.verify == "signature" and signature.needs_lowering)
+        # Callbacks of another program would read and write past the buffers of this one, so even a caller who asks
+        # for no more than equal signatures gets them only with the same program.
+        same = saved == here
         reasons = [doubt] if doubt.code is ReasonCode.CODE_CHANGED else []
-        if not same:
+        if saved is None:
+            detail = "saved without its program digest"
+            reasons.append(Reason(ReasonCode.NOT_COMPARABLE, detail))
+        elif not same:
             reasons.append(
                 Reason(
                     ReasonCode.PROGRAM_CHANGED,

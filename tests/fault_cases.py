@@ -29,7 +29,7 @@ restoring.has_state handler.AotHandler._wrapped_save handler.AotHandler._restore
 """
 _GUARDS = """
 handler.AotHandler._commit handler.AotHandler._write saving.take_snapshot saving.sign restoring.begin
-restoring.Restoring.make_target restoring.Restoring.give_weak_types restoring.Restoring.finish
+restoring.Restoring.make_target restoring.Restoring.take_state restoring.Restoring.finish
 restoring.NothingRestored.__init__ restored.RestoredFunctions.__init__
 report.RestoreReport.__init__
 """
