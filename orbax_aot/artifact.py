@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 
-from orbax_aot import deadline
+from orbax_aot import deadline, trust
 from orbax_aot import manifest as m
 from orbax_aot import store as store_lib
-from orbax_aot import trust
 from orbax_aot.errors import CorruptArtifactError, UntrustedArtifactError
 from orbax_aot.executable import PartiallySerialized
 
@@ -185,6 +184,9 @@ def pack(serialized: PartiallySerialized, shared: Sequence[memoryview] = ()) -> 
     return Artifact(signature, serialized.body, files)
 
 
+_TRUSTED = trust.Standing()
+
+
 @dataclasses.dataclass(frozen=True)
 class SavedSignature:
     """One signature of a checkpoint, to be read piece by piece."""
@@ -193,7 +195,7 @@ class SavedSignature:
     body: m.Body
     function: m.Function
     signature: m.Signature
-    standing: trust.Standing = trust.Standing()
+    standing: trust.Standing = _TRUSTED
     timeout_secs: float = 600.0
 
     @property

@@ -54,7 +54,9 @@ def main() -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
-            cast(Any, stream).reconfigure(errors="replace")  # a terminal that lacks a character gets a "?"
+            cast(Any, stream).reconfigure(
+                errors="replace"
+            )  # a terminal that lacks a character gets a "?"
 
 
 @contextlib.contextmanager

@@ -47,7 +47,9 @@ class Marker:
         """Removes the file. A second call does nothing."""
         descriptor, self._descriptor = self._descriptor, -1
         _held.discard(self)
-        if descriptor < 0 or os.getpid() != self._pid:  # a forked child ends without having run anything
+        if (
+            descriptor < 0 or os.getpid() != self._pid
+        ):  # a forked child ends without having run anything
             return
         with contextlib.suppress(OSError):
             os.unlink(self._path)
@@ -152,7 +154,10 @@ class FirstRun:
             marker.remove()
             raise
         threading.Thread(
-            target=_remove_after, args=(marker, wait, result), name="orbax_aot_first_run", daemon=True
+            target=_remove_after,
+            args=(marker, wait, result),
+            name="orbax_aot_first_run",
+            daemon=True,
         ).start()
         return result
 

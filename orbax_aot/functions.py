@@ -15,10 +15,9 @@ import msgspec
 from absl import logging
 
 from orbax_aot import artifact as artifact_lib
-from orbax_aot import crash
+from orbax_aot import crash, topology, trees
 from orbax_aot import executable as executable_lib
 from orbax_aot import manifest as m
-from orbax_aot import topology, trees
 from orbax_aot._jax import compiled as compiled_lib
 from orbax_aot._jax import config as config_lib
 from orbax_aot._jax import context as context_lib

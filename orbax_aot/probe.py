@@ -62,7 +62,10 @@ class Prober:
                 self._stop()
                 logging.warning("The probe process does not start; executables load unprobed.")
                 return ""
-        for stage, doing, secs in (("loaded", "loading", _LOAD_SECS), ("ran", "running", _RUN_SECS)):
+        for stage, doing, secs in (
+            ("loaded", "loading", _LOAD_SECS),
+            ("ran", "running", _RUN_SECS),
+        ):
             answer = self._child.ask(question if stage == "loaded" else {}, secs)
             if answer == stage:
                 continue
@@ -70,7 +73,9 @@ class Prober:
                 return ""
             how = self._child.how_it_ended()
             self._stop()
-            if answer == "late" and stage == "ran":  # made-up arguments can keep a program busy for ever
+            if (
+                answer == "late" and stage == "ran"
+            ):  # made-up arguments can keep a program busy for ever
                 return ""
             return f"a probe process {how or f'took more than {secs:g} s'} while {doing} it"
         return ""

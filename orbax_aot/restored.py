@@ -15,9 +15,8 @@ import jax
 import jaxlib.version
 from absl import logging
 
-from orbax_aot import agreement, multihost, trees
+from orbax_aot import agreement, crash, multihost, trees
 from orbax_aot import artifact as artifact_lib
-from orbax_aot import crash
 from orbax_aot import functions as functions_lib
 from orbax_aot import manifest as m
 from orbax_aot import plan as plan_lib

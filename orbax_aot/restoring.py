@@ -10,9 +10,8 @@ import jax
 from absl import logging
 from etils import epath
 
-from orbax_aot import agreement, multihost, topology
+from orbax_aot import agreement, deadline, multihost, topology
 from orbax_aot import artifact as artifact_lib
-from orbax_aot import deadline
 from orbax_aot import functions as functions_lib
 from orbax_aot import manifest as m
 from orbax_aot import plan as plan_lib
@@ -259,9 +258,7 @@ class Restoring:
             )
             place = self._rebuild_place(signature)
             restored.signatures.append(
-                restored_lib.RestoredSignature(
-                    restored, i, saved, decision, devices, place, probe
-                )
+                restored_lib.RestoredSignature(restored, i, saved, decision, devices, place, probe)
             )
         return restored
 

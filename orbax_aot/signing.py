@@ -266,9 +266,7 @@ def _declared_item(about: bytes) -> str:
 
 
 @contextlib.contextmanager
-def _snapshot(
-    place: store.Store, manifest: m.Manifest, known: dict[str, bytes]
-) -> Iterator[str]:
+def _snapshot(place: store.Store, manifest: m.Manifest, known: dict[str, bytes]) -> Iterator[str]:
     """Copies the folder to where nobody else can write; yields the copy, which also is named `_aot`."""
     with tempfile.TemporaryDirectory(prefix="orbax_aot_") as private, _quiet():
         folder = os.path.join(private, store.FOLDER)

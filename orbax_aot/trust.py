@@ -102,7 +102,9 @@ class Trust:
         if isinstance(certificates, str | os.PathLike):
             raise TypeError("Trust.signed(certificates=...) takes a sequence of files.")
         if private_key is not None and certificates and signing_certificate is None:
-            raise TypeError("Trust.signed: to sign with certificates, pass signing_certificate= too.")
+            raise TypeError(
+                "Trust.signed: to sign with certificates, pass signing_certificate= too."
+            )
         require_library()
         return Trust(
             "signed",
@@ -123,11 +125,6 @@ class Trust:
     def never() -> Trust:
         """Nothing of what is saved beside the weights: only live functions, compiled as jit would."""
         return Trust("never", portable=False)
-
-    @property
-    def signs(self) -> bool:
-        """Whether what is saved is signed."""
-        return self.private_key is not None
 
     def effective(self) -> Trust:
         """Returns this policy, unless the environment variable `ORBAX_AOT_TRUST` names another.

@@ -82,5 +82,3 @@ def _content(folder: Path) -> dict[str, object]:
         str(p): p.read_bytes() if p.is_file() and not p.is_symlink() else p.lstat().st_mode
         for p in sorted(folder.rglob("*"))
     }
-
-

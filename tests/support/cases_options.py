@@ -27,7 +27,9 @@ _add("compiler_options: a string", {"xla_cpu_prefer_vector_width": "256"})
 @section.case("an FDO profile given as bytes")
 def _(devices):
     return call(
-        lambda x: jnp.tanh(x @ x), array(8, 8), jit={"compiler_options": {"fdo_profile": b"\x00" * 1000}}
+        lambda x: jnp.tanh(x @ x),
+        array(8, 8),
+        jit={"compiler_options": {"fdo_profile": b"\x00" * 1000}},
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import zstandard
 from pathlib import Path
 
 import attack_tools as t
+import zstandard
 
 REASON = "CORRUPT"
 

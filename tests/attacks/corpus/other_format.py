@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import attack_tools as t
-
 REASON = "CORRUPT"
 
 
 def attack(aot: Path) -> None:
-    (aot / "manifest.json").write_bytes(b'{"format":"safetensors","version":[1,0],"sha256":"","body":{}}')
+    (aot / "manifest.json").write_bytes(
+        b'{"format":"safetensors","version":[1,0],"sha256":"","body":{}}'
+    )

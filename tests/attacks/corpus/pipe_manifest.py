@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import attack_tools as t
-
 REASON = "CORRUPT"
 
 

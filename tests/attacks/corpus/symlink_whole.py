@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import attack_tools as t
-
 REASON = "CORRUPT"
 
 
