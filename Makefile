@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TESTS  ?= tests
+CASES  ?= 10000
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-topologies lint format types clean
+.PHONY: help install demo test fuzz test-topologies lint format types clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -38,6 +39,9 @@ $(VENV)/libtpu: $(VENV)/.installed-test
 
 test-topologies: $(VENV)/libtpu  ## Compile for TPUs on this machine, which has none (downloads 140 MB).
 	ORBAX_AOT_LIBTPU=$(abspath $(VENV)/libtpu) $(BIN)/python -m pytest tests/topologies
+
+fuzz: $(VENV)/.installed-test  ## Restore damaged artifacts; CASES=n chooses how many, FUZZ_ARGS=... the rest.
+	$(BIN)/python tests/fuzz/fuzz_run.py --cases $(CASES) $(FUZZ_ARGS)
 
 lint: $(VENV)/.installed-dev  ## Check style, formatting and types.
 	$(BIN)/ruff check .

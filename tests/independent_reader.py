@@ -36,7 +36,9 @@ def read_manifest(item: str) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != "orbax-aot":
         raise Refused("another format")
     version = document.get("version")
-    if not (isinstance(version, list) and len(version) == 2 and all(type(n) is int for n in version)):
+    if not (
+        isinstance(version, list) and len(version) == 2 and all(type(n) is int for n in version)
+    ):
         raise Refused("no version")
     if hashlib.sha256(_body_text(data)).hexdigest() != document.get("sha256"):
         raise Refused("the digest of the body")
@@ -57,7 +59,9 @@ def read_files(item: str, body: dict[str, Any]) -> dict[str, bytes]:
             for entry in entries:
                 for constant in entry.get("constants", ()):
                     found[constant["file"]] = _unpack(item, constant["file"], constant)
-                found[f"{prefix}/{entry['file']}"] = _unpack(item, f"{prefix}/{entry['file']}", entry)
+                found[f"{prefix}/{entry['file']}"] = _unpack(
+                    item, f"{prefix}/{entry['file']}", entry
+                )
     return found
 
 
@@ -98,7 +102,9 @@ def _decompress(name: str, stored: bytes, codec: str, nbytes: int) -> bytes:
 def _read(folder: str, name: str, limit: int) -> bytes:
     """Reads a plain file in the folder, through no link."""
     parts = name.split("/")
-    if len(parts) > 4 or not all(len(p) <= 160 and ".." not in p and _NAME.fullmatch(p) for p in parts):
+    if len(parts) > 4 or not all(
+        len(p) <= 160 and ".." not in p and _NAME.fullmatch(p) for p in parts
+    ):
         raise Refused(f"the name {name[:80]!r}")
     path = folder
     for part in ("", *parts):
@@ -140,7 +146,11 @@ def _parse(data: bytes) -> Any:
         if "\ud800" <= max(text, default="") <= "\udfff" or re.search(r"\\u[dD][89a-fA-F]", text):
             _require_whole_characters(text)
         return json.loads(
-            text, object_pairs_hook=pairs, parse_float=number, parse_int=integer, parse_constant=constant
+            text,
+            object_pairs_hook=pairs,
+            parse_float=number,
+            parse_int=integer,
+            parse_constant=constant,
         )
     except (ValueError, RecursionError) as e:
         raise Refused(f"no JSON: {e}") from e
@@ -188,7 +198,9 @@ def main() -> None:
         if "absent" in function:
             print(f"{name}: absent ({function['absent']['code']}: {function['absent']['detail']})")
         for signature in function.get("signatures", ()):
-            inputs = ", ".join(f"{i['path']}: {i['dtype']}{i['shape']}" for i in signature["inputs"])
+            inputs = ", ".join(
+                f"{i['path']}: {i['dtype']}{i['shape']}" for i in signature["inputs"]
+            )
             print(f"{name}({inputs})")
     for name, raw in sorted(read_files(sys.argv[1], body).items()):
         print(f"{len(raw):>10}  {name}")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 _HERE = Path(__file__).parent
+pytestmark = pytest.mark.xdist_group("attacks")  # one process makes the outcomes
 _ATTACKS = sorted((_HERE / "corpus").glob("*.py"))
 
 

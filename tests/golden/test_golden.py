@@ -17,6 +17,7 @@ import orbax_aot as oaot
 from orbax_aot import manifest as m
 
 _HERE = Path(__file__).parent
+pytestmark = pytest.mark.xdist_group("golden")  # one process makes the outcomes
 _GOLDEN = sorted(_HERE.glob("format-*"))
 _EXPECTED_REASONS = {"JAX_VERSION", "CPU_FEATURES", "PLATFORM_VERSION", "JAX_CONFIG", "XLA_FLAGS"}
 
@@ -36,7 +37,9 @@ def outcomes() -> dict[str, Any]:
 
 def test_there_is_a_golden_checkpoint_of_each_supported_jax_and_of_this_format() -> None:
     version = ".".join(map(str, m.FORMAT_VERSION))
-    jax_versions = {p.name.rpartition("-")[2] for p in _GOLDEN if p.name.startswith(f"format-{version}-")}
+    jax_versions = {
+        p.name.rpartition("-")[2] for p in _GOLDEN if p.name.startswith(f"format-{version}-")
+    }
     assert {v.rsplit(".", v.count(".") - 1)[0] for v in jax_versions} >= {"0.10", "0.11", "0.12"}
 
 
