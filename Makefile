@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TESTS  ?= tests
+CASES  ?= 10000
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-topologies test-gpu-topologies support lint format types clean
+.PHONY: help install demo test fuzz test-topologies test-gpu-topologies support lint format types clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -48,6 +49,9 @@ $(VENV)/cuda: $(VENV)/.installed-test
 
 test-gpu-topologies: $(VENV)/cuda  ## Compile for NVIDIA GPUs on this machine, which has none (downloads 4.3 GB).
 	ORBAX_AOT_CUDA=$(abspath $(VENV)/cuda) $(BIN)/python -m pytest tests/topologies/test_gpu.py
+
+fuzz: $(VENV)/.installed-test  ## Restore damaged artifacts; CASES=n chooses how many, FUZZ_ARGS=... the rest.
+	$(BIN)/python tests/fuzz/fuzz_run.py --cases $(CASES) $(FUZZ_ARGS)
 
 lint: $(VENV)/.installed-dev  ## Check style, formatting and types.
 	$(BIN)/ruff check .

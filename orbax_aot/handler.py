@@ -63,7 +63,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
             that a child can open. Costs the start of a process.
         """
         self._state_handler: Any = state_handler or ocp.StandardCheckpointHandler()
-        self._trust = trust or trust_lib.Trust.owner()
+        self._trust = trust
         self._timeout_secs = timeout_secs
         self._probe = probe
         self._json_handler = ocp.JsonCheckpointHandler()
@@ -136,7 +136,8 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         """Passes on to the wrapped handler, where there is a state; then signs, which takes the state's own index."""
         if restoring_lib.has_state(directory):
             self._state_handler.finalize(directory)
-        saving_lib.sign(directory, self._trust, self._timeout_secs)
+        if self._trust is not None and self._trust.private_key is not None:
+            saving_lib.sign(directory, self._trust, self._timeout_secs)
 
     def close(self) -> None:
         self._state_handler.close()

@@ -254,24 +254,24 @@ class Saving:
 
 
 def sign(directory: epath.PathLike, trust: trust_lib.Trust, timeout_secs: float) -> None:
-    """Signs what has been saved, where the policy says so; runs in the commit, on the primary. Never raises.
+    """Signs what has been saved with the policy's private key; runs in the commit, on the primary. Never raises.
 
     Without a signature the step commits all the same, and whoever asks for one recompiles.
     """
     try:
-        if not trust.signs or is_off():
-            return
-        store = store_lib.Store(directory)
-        if store.exists():
-            deadline.within(timeout_secs, lambda: _sign(store, trust), "sign")
+        if not is_off():
+            deadline.within(timeout_secs, lambda: _sign(directory, trust), "sign")
     except Exception:
-        logging.exception("%s: not signed.", directory)
+        logging.exception("%s: executables not signed.", directory)
 
 
-def _sign(store: store_lib.Store, trust: trust_lib.Trust) -> None:
+def _sign(directory: epath.PathLike, trust: trust_lib.Trust) -> None:
     from orbax_aot import signing
 
     assert trust.private_key is not None
+    store = store_lib.Store(directory)
+    if not store.exists():
+        return
     manifest, content = store.open_manifest()
     signing.sign_item(
         store,

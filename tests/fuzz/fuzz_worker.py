@@ -6,6 +6,7 @@ python fuzz_worker.py run FOLDER < cases     a case is {"tier": 1, "seed": 7}; t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -186,10 +187,8 @@ class Worker:
 
 
 def _forget_peak() -> None:
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
 
 
 def _peak_mb() -> int:

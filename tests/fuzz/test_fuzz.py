@@ -9,6 +9,7 @@ import fuzz_run
 import pytest
 
 _CASES = 150
+pytestmark = pytest.mark.xdist_group("fuzz")  # one process makes the cases
 
 
 @pytest.fixture(scope="module")
