@@ -2,15 +2,16 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TESTS  ?= tests
+CASES  ?= 10000
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-topologies support lint format types clean
+.PHONY: help install demo test fuzz test-topologies test-gpu-topologies support lint format types clean
 
 help:  ## Show this list.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
 # The stamps make a second `make` skip the installation until the dependencies change.
 $(VENV)/.installed-test: pyproject.toml
@@ -40,7 +41,17 @@ $(VENV)/libtpu: $(VENV)/.installed-test
 	  "$$($(BIN)/python -c 'import importlib.metadata as m; print(next(r.partition(";")[0] for r in m.requires("jax") if r.startswith("libtpu")))')"
 
 test-topologies: $(VENV)/libtpu  ## Compile for TPUs on this machine, which has none (downloads 140 MB).
-	ORBAX_AOT_LIBTPU=$(abspath $(VENV)/libtpu) $(BIN)/python -m pytest tests/topologies
+	ORBAX_AOT_LIBTPU=$(abspath $(VENV)/libtpu) $(BIN)/python -m pytest tests/topologies/test_tpu.py
+
+$(VENV)/cuda: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@ \
+	  "$$($(BIN)/python -c 'import importlib.metadata as m; print("jax-cuda13-plugin[with-cuda]==" + m.version("jax"))')"
+
+test-gpu-topologies: $(VENV)/cuda  ## Compile for NVIDIA GPUs on this machine, which has none (downloads 4.3 GB).
+	ORBAX_AOT_CUDA=$(abspath $(VENV)/cuda) $(BIN)/python -m pytest tests/topologies/test_gpu.py
+
+fuzz: $(VENV)/.installed-test  ## Restore damaged artifacts; CASES=n chooses how many, FUZZ_ARGS=... the rest.
+	$(BIN)/python tests/fuzz/fuzz_run.py --cases $(CASES) $(FUZZ_ARGS)
 
 lint: $(VENV)/.installed-dev  ## Check style, formatting and types.
 	$(BIN)/ruff check .

@@ -176,6 +176,9 @@ def pack(serialized: PartiallySerialized, shared: Sequence[memoryview] = ()) -> 
     return Artifact(signature, serialized.body, files)
 
 
+_TRUSTED = trust.Standing()
+
+
 @dataclasses.dataclass(frozen=True)
 class SavedSignature:
     """One signature of a checkpoint, to be read piece by piece."""
@@ -184,7 +187,7 @@ class SavedSignature:
     body: m.Body
     function: m.Function
     signature: m.Signature
-    standing: trust.Standing = dataclasses.field(default_factory=trust.Standing)
+    standing: trust.Standing = _TRUSTED
     timeout_secs: float = 600.0
 
     @property

@@ -262,6 +262,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
     "--platform", "platforms", multiple=True, metavar="NAME", help="Drop all for this platform."
 )
 @click.option("--portable", is_flag=True, help="Drop the StableHLO.")
+@click.option("--unused", is_flag=True, help="Drop unused files even if younger than an hour.")
 @click.option("--yes", is_flag=True, help="Do it; without this, only say what would be dropped.")
 @_as_json
 def prune(
@@ -270,6 +271,7 @@ def prune(
     variants: tuple[str, ...],
     platforms: tuple[str, ...],
     portable: bool,
+    unused: bool,
     yes: bool,
     as_json: bool,
 ) -> None:
@@ -286,6 +288,7 @@ def prune(
             variants=variants,
             platforms=platforms,
             portable=portable,
+            unused=unused,
             dry_run=not yes,
         )
     except KeyError as e:
@@ -310,7 +313,7 @@ def prune(
     "topologies",
     multiple=True,
     metavar="NAME",
-    help="As cpu:8 or v5e:2x4; may be repeated.",
+    help="As cpu:8, v5e:2x4 or cuda:FILE:8; may be repeated.",
 )
 @_functions
 @_mesh
@@ -326,8 +329,9 @@ def precompile(
 ) -> None:
     """Add executables for machines that are not here, from the saved StableHLO.
 
-    TPU topologies need libtpu (pip install 'orbax-aot[tpu-compile]'), and StableHLO that was saved for them by
-    AotSave(portable=("cpu", "tpu")).
+    TPU topologies need libtpu (pip install 'orbax-aot[tpu-compile]'), GPUs JAX's CUDA plugin and a file that
+    describes them (cuda:h100.txtpb:8). The StableHLO must be saved for them, as by
+    AotSave(portable=("cpu", "tpu", "cuda")).
 
     Exit code: 0 all were compiled; 3 some could not be.
     """

@@ -153,11 +153,10 @@ class FirstRun:
         except BaseException:
             marker.remove()
             raise
+        # No daemon: a process that ends while one waits in native code is aborted ("exception not rethrown"). Python
+        # waits for this thread instead, as the runtime's own end waits for what still runs.
         threading.Thread(
-            target=_remove_after,
-            args=(marker, wait, result),
-            name="orbax_aot_first_run",
-            daemon=True,
+            target=_remove_after, args=(marker, wait, result), name="orbax_aot_first_run"
         ).start()
         return result
 

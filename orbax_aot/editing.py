@@ -104,6 +104,7 @@ def prune(
     variants: Sequence[str] = (),
     platforms: Sequence[str] = (),
     portable: bool = False,
+    unused: bool = False,
     dry_run: bool = True,
 ) -> Pruned:
     """Drops executables or StableHLO from a committed step, and files that nothing refers to.
@@ -117,6 +118,8 @@ def prune(
       variants: drop these, named "function/signature/variant" by the numbers that `inspect` shows.
       platforms: drop all variants for these, such as "tpu".
       portable: drop the StableHLO.
+      unused: drop files that nothing refers to whatever their age; by default only those older than an hour, since
+        younger ones may be those of a writer at work. Signing and verifying want none.
       dry_run: change nothing, only say what would be dropped.
 
     Raises:
@@ -145,7 +148,7 @@ def prune(
     files = {
         file: nbytes
         for file, nbytes in edit.store.list_files().items()
-        if file not in kept and (file in named or _is_old(edit.store, file))
+        if file not in kept and (file in named or unused or _is_old(edit.store, file))
     }
     if not dry_run:
         if parts:

@@ -21,9 +21,9 @@ from orbax_aot import manifest as m
 from orbax_aot._jax import compiled as compiled_lib
 from orbax_aot._jax import config as config_lib
 from orbax_aot._jax import context as context_lib
-from orbax_aot._jax import dispatch, values
+from orbax_aot._jax import dispatch, missing, values
 from orbax_aot._jax import trees as trees_lib
-from orbax_aot.errors import UnsupportedFunctionError
+from orbax_aot.errors import NotSerializableError, UnsupportedFunctionError
 
 # More executables than this in one function are almost always a shape that changes from step to step.
 _MANY_SIGNATURES = 64
@@ -464,9 +464,13 @@ class Entry:
             return self.result.build(dispatch.call_flat(self.compiled, ordered)), None
         outputs = dispatch.call_flat(self.compiled, flat)
         result = self.result.build(outputs)
-        return result, dispatch.make_fastpath(
-            self.compiled, self.result.treedef, outputs, len(flat)
-        )
+        try:
+            fast = dispatch.make_fastpath(self.compiled, self.result.treedef, outputs, len(flat))
+        except Exception as e:
+            if not missing.is_missing(e):
+                raise
+            fast = None  # it has run, and its arguments may be gone: there is no second try
+        return result, fast
 
 
 class _CacheHits:
@@ -530,6 +534,27 @@ class AotFunction(DirectCall):
         self._platforms = None if platforms is None else tuple(platforms)
         self._jit_kwargs = jit_kwargs
         self._tracing = threading.local()
+        self._entries: dict[Any, Entry] = {}
+        self._executables: dict[Any, Executable] = {}
+        self._restored: Any = None
+        self._first_code: str | None = None
+        self._traced_codes: dict[Any, m.Code] = {}
+        self._lock = threading.RLock()
+        self._warned_of_many = self._forgets = False
+        self._lacking: str | None = None
+        try:
+            self._set_up(fun, jit_kwargs)
+        except Exception as e:
+            if not missing.is_missing(e):
+                raise
+            self._fun, self._jitted = fun, jax.jit(fun, **jit_kwargs)
+            self._options, self._static = {}, ((), ())
+            self._adopt_name()
+            self.__call__ = self._jitted
+            self._give_up(e)
+
+    def _set_up(self, fun: Any, jit_kwargs: dict[str, Any]) -> None:
+        """Jits `fun`, and takes the place of jit's own dispatch."""
         if dispatch.is_jitted(fun):
             if jit_kwargs:
                 raise UnsupportedFunctionError(
@@ -543,16 +568,25 @@ class AotFunction(DirectCall):
             self._jitted = jax.jit(self._watched(fun), **jit_kwargs)
         self._options = dispatch.options_of(self._jitted)
         self._static = dispatch.static_arguments_of(self._jitted)
-        self._entries: dict[Any, Entry] = {}
-        self._executables: dict[Any, Executable] = {}
-        self._restored: Any = None
-        self._first_code: str | None = None
-        self._traced_codes: dict[Any, m.Code] = {}
-        self._warned_of_many = self._forgets = False
-        self._lock = threading.RLock()
+        self._adopt_name()
+        self.__call__ = dispatch.make_dispatcher(self._name, self._fun, self._miss, *self._static)
+
+    def _adopt_name(self) -> None:
         functools.update_wrapper(cast(Any, self), self._fun)
         self._name = getattr(self, "__name__", None) or type(self._fun).__name__
-        self.__call__ = dispatch.make_dispatcher(self._name, self._fun, self._miss, *self._static)
+
+    def _give_up(self, error: Exception) -> None:
+        """Leaves all to jit from here on, where this JAX lacks what the package uses of it."""
+        if self._lacking is not None:
+            return
+        self._lacking = (
+            f"jax {jax.__version__} lacks what is needed: {type(error).__name__}: {error}"
+        )
+        logging.warning(
+            "%s: runs as under jax.jit, and is not saved: %s", self._name, self._lacking
+        )
+        if self._restored is not None:
+            self._restored.give_up(self._lacking)
 
     def _watched(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `fun`, noting when it is really traced.
@@ -600,6 +634,8 @@ class AotFunction(DirectCall):
         restored = self._restored
 
         def tell() -> tuple[Executable, ...]:
+            if self._lacking is not None and not own:
+                raise NotSerializableError(f"{self._name}: {self._lacking}")
             loaded = () if restored is None else restored.executables()
             return (*loaded, *(e for e in own if e not in loaded))
 
@@ -647,6 +683,16 @@ class AotFunction(DirectCall):
 
     def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         """Answers the C++ dispatcher for a call it has not seen."""
+        if self._lacking is None:
+            try:
+                return self._answer(args, kwargs)
+            except Exception as e:
+                if not missing.is_missing(e):
+                    raise
+                self._give_up(e)
+        return self._jitted(*args, **kwargs), None, False
+
+    def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, bool]:
         if config_lib.tracing_is_forced() or not values.trace_state_is_clean():
             return self._jitted(*args, **kwargs), None, False
         try:
@@ -712,6 +758,8 @@ class AotFunction(DirectCall):
         """Takes over what a restore has for this function, for signatures not called yet."""
         with self._lock:
             self._restored = restored
+        if self._lacking is not None:
+            restored.give_up(self._lacking)
 
     def function_code(self) -> m.Code:
         """Returns the fingerprint of the function as it is now, without arguments."""

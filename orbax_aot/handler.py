@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
             that a child can open. Costs the start of a process.
         """
         self._state_handler: Any = state_handler or ocp.StandardCheckpointHandler()
-        self._trust = trust or trust_lib.Trust.owner()
+        self._trust = trust
         self._timeout_secs = timeout_secs
         self._probe = probe
         self._json_handler = ocp.JsonCheckpointHandler()
@@ -135,7 +136,8 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         """Passes on to the wrapped handler, where there is a state; then signs, which takes the state's own index."""
         if restoring_lib.has_state(directory):
             self._state_handler.finalize(directory)
-        saving_lib.sign(store_lib.Store(directory), self._trust, self._timeout_secs)
+        if self._trust is not None and self._trust.private_key is not None:
+            saving_lib.sign(directory, self._trust, self._timeout_secs)
 
     def close(self) -> None:
         self._state_handler.close()
@@ -169,9 +171,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         if args.on_mismatch == "raise":
             restoring.require_fit()
         state = self._restore_state(directory, args, restoring)
-        fns = restoring.finish()
-        self._restored.update(restoring.functions)
-        return Restored(state, fns)
+        return Restored(state, restoring.finish(self._restored))
 
     def _restore_state(
         self,
@@ -192,9 +192,9 @@ class AotHandler(ocp.AsyncCheckpointHandler):
                 target = restoring.make_target(lambda: self._state_handler.metadata(directory))
             wrapped_args = restore_args() if target is None else restore_args(target)
         handler: Any = self._state_handler
-        with restoring.timeline.span("state", "weights"):
-            state = handler.restore(directory, args=wrapped_args)
-        return restoring.give_weak_types(state)
+        start = time.perf_counter()
+        state = handler.restore(directory, args=wrapped_args)
+        return restoring.take_state(state, start)
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from orbax_aot.report import Reason, ReasonCode
 
 _CPU = re.compile(r"cpu:(\d+)")
 _MAX_CPUS = 4096
+_CUDA = re.compile(r"cuda:(.+):(\d+)")
+_MAX_GPUS = 64
 # Generations that libtpu may know, by the number of dimensions of their slices; the sizes are tried.
 _TPU_GENERATIONS = (
     *((name, 2) for name in ("v2", "v3", "v5e", "v6e")),
@@ -58,7 +60,11 @@ class Target:
 
 
 def find_topology(name: str) -> Target:
-    """Returns the topology of a name: `cpu:8`, or a TPU slice such as `v5e:2x4` where libtpu is installed.
+    """Returns the topology of a name.
+
+    That is `cpu:8`; a TPU slice such as `v5e:2x4`, where libtpu is installed; or `cuda:h100.txtpb:8`, where JAX's
+    CUDA plugin is: a file that describes the kind of GPU, as XLA's `GpuTargetConfigProto` in text, and the number of
+    them in one host.
 
     Raises:
       UnknownTopologyError: there is none; the message says why.
@@ -68,6 +74,8 @@ def find_topology(name: str) -> Target:
         if not 1 <= number <= _MAX_CPUS:
             raise UnknownTopologyError(f"{name}: between 1 and {_MAX_CPUS} CPU devices.")
         return Target(name, topologies.make_cpu_devices(number))
+    if match := _CUDA.fullmatch(name):
+        return _find_gpus(name, match[1], int(match[2]))
     if not topologies.has_libtpu():
         raise UnknownTopologyError(
             f"{name}: not cpu:N, and TPU topologies need libtpu: pip install 'orbax-aot[tpu-compile]'."
@@ -77,6 +85,19 @@ def find_topology(name: str) -> Target:
     except ValueError as e:
         raise UnknownTopologyError(
             f"{name}: {e} `orbax-aot precompile --list` shows what there is."
+        ) from e
+
+
+def _find_gpus(name: str, path: str, number: int) -> Target:
+    if not 1 <= number <= _MAX_GPUS:
+        raise UnknownTopologyError(f"{name}: between 1 and {_MAX_GPUS} GPUs.")
+    try:
+        return Target(name, topologies.make_cuda_devices(epath.Path(path).read_text(), number))
+    except OSError as e:
+        raise UnknownTopologyError(f"{name}: a file that describes the GPU: {e}.") from e
+    except ValueError as e:
+        raise UnknownTopologyError(
+            f"{name}: {str(e).rstrip('.')}. GPUs need JAX's CUDA plugin: pip install 'jax[cuda13]'."
         ) from e
 
 

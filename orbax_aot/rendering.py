@@ -481,6 +481,7 @@ def show_topologies(targets: Sequence[Target]) -> RenderableType:
     table.add_column("hosts", justify="right", no_wrap=True)
     table.add_column("kind")
     table.add_row("cpu:N", "N", "1", "cpu")
+    table.add_row("cuda:FILE:N", "N", "1", "as FILE describes it")
     for target in targets:
         told = target_as_dict(target)
         row = ("name", "devices", "processes", "device_kind")

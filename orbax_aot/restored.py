@@ -815,6 +815,16 @@ class RestoredFunction:
         self.announce(Verdict.RECOMPILED, reasons, secs)
         return entry
 
+    def give_up(self, lacking: str) -> None:
+        """Notes that jit compiles the function, since this JAX lacks what a restore needs."""
+        reasons = (Reason(ReasonCode.JAX_VERSION, current=lacking),)
+        with self._lock:
+            self._function_verdict = Verdict.RECOMPILED
+            self._reasons = reasons
+            for signature in self.signatures:
+                signature.verdict, signature.reasons = Verdict.RECOMPILED, ()
+        self.announce(Verdict.RECOMPILED, reasons, 0.0)
+
     def announce(self, verdict: Verdict, reasons: Sequence[Reason], secs: float) -> None:
         """Records an event and writes the log line, at the level the reasons ask for.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSet, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -59,13 +59,10 @@ def has_state(directory: epath.PathLike) -> bool:
 class NothingRestored:
     """Stands for a restore of functions that failed as a whole: live functions are what they were before."""
 
-    functions: tuple[restored_lib.RestoredFunction, ...] = ()
-
     def __init__(self, directory: epath.Path, args: AotRestore, error: Exception):
         self._note = f"{directory}: functions are not restored: {type(error).__name__}: {error}"
         logging.error("%s", self._note, exc_info=error)
         self._error = error
-        self.timeline = Timeline()
         self._live = dict(args.fns) if isinstance(args.fns, Mapping) else {}
 
     def require_fit(self) -> None:
@@ -76,12 +73,14 @@ class NothingRestored:
     def make_target(self, read_metadata: Callable[[], Any]) -> None:
         return None
 
-    def give_weak_types(self, state: Any) -> Any:
+    def take_state(self, state: Any, start: float) -> Any:
         return state
 
-    def finish(self) -> restored_lib.RestoredFunctions:
+    def finish(
+        self, keep: MutableSet[restored_lib.RestoredFunction] | None = None
+    ) -> restored_lib.RestoredFunctions:
         live = {name: fn for name, fn in self._live.items() if fn is not None}
-        return restored_lib.RestoredFunctions(live, {}, self._note, self.timeline)
+        return restored_lib.RestoredFunctions(live, {}, self._note)
 
 
 class Restoring:
@@ -171,10 +170,6 @@ class Restoring:
             return agreement.agree(plans, views, self._group.index)
         except Exception as e:
             return agreement.without_the_others(plans, str(e))
-
-    @property
-    def functions(self) -> Sequence[restored_lib.RestoredFunction]:
-        return tuple(self._restored.values())
 
     def _saved_names(self) -> Sequence[str]:
         return sorted(self._manifest.functions) if self._manifest is not None else ()
@@ -360,20 +355,33 @@ class Restoring:
             return None
         return state_lib.Program(signature, main, mesh=restored.place.mesh)
 
-    def give_weak_types(self, state: Any) -> Any:
-        """Returns the state with the weak types it was saved with, where it comes back strong."""
-        if self._manifest is None:
-            return state
+    def take_state(self, state: Any, start: float) -> Any:
+        """Returns the restored state with the weak types it was saved with, where it comes back strong.
+
+        `start` is when its restoring began, as `time.perf_counter` tells it.
+        """
         try:
+            self.timeline.add("state", "weights", start)
+            if self._manifest is None:
+                return state
             return state_lib.give_weak_types(state, self._manifest.body.state)
         except Exception:
             logging.exception("%s: weak types are not restored.", self._directory)
             return state
 
-    def finish(self) -> restored_lib.RestoredFunctions:
-        """Binds live functions and returns all; with other processes, once all know what each could load."""
+    def finish(
+        self, keep: MutableSet[restored_lib.RestoredFunction] | None = None
+    ) -> restored_lib.RestoredFunctions:
+        """Binds live functions and returns all; with other processes, once all know what each could load.
+
+        `keep` takes what was restored, for a later save to find.
+        """
         try:
-            return self._bind()
+            functions = self._bind()
+            if keep is not None:
+                for restored in self._restored.values():
+                    keep.add(restored)
+            return functions
         except Exception as e:
             return NothingRestored(self._directory, self._args, e).finish()
 

@@ -12,6 +12,7 @@ import jax
 import jaxlib.version
 import msgspec
 from absl import logging
+from etils import epath
 
 from orbax_aot import deadline
 from orbax_aot import functions as functions_lib
@@ -252,24 +253,25 @@ class Saving:
             raise TimeoutError(f"not done within {self._timeout_secs:g} s") from None
 
 
-def sign(store: store_lib.Store, trust: trust_lib.Trust, timeout_secs: float) -> None:
-    """Signs what has been saved, where the policy says so; runs in the commit, on the primary. Never raises.
+def sign(directory: epath.PathLike, trust: trust_lib.Trust, timeout_secs: float) -> None:
+    """Signs what has been saved with the policy's private key; runs in the commit, on the primary. Never raises.
 
     Without a signature the step commits all the same, and whoever asks for one recompiles.
     """
-    if not trust.signs or is_off():
-        return
     try:
-        if store.exists():
-            deadline.within(timeout_secs, lambda: _sign(store, trust), "sign")
+        if not is_off():
+            deadline.within(timeout_secs, lambda: _sign(directory, trust), "sign")
     except Exception:
-        logging.exception("%s: not signed.", store.folder)
+        logging.exception("%s: executables not signed.", directory)
 
 
-def _sign(store: store_lib.Store, trust: trust_lib.Trust) -> None:
+def _sign(directory: epath.PathLike, trust: trust_lib.Trust) -> None:
     from orbax_aot import signing
 
     assert trust.private_key is not None
+    store = store_lib.Store(directory)
+    if not store.exists():
+        return
     manifest, content = store.open_manifest()
     signing.sign_item(
         store,

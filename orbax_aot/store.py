@@ -244,7 +244,7 @@ class Store:
             self.write(name, stored)
 
     def list_files(self) -> dict[str, int]:
-        """Returns the files of the folder but for the manifest and its signature: sizes in bytes by name."""
+        """Returns the sizes in bytes of all files but the manifest and its signature's, by name."""
         found = {}
         folders = [self.folder]
         while folders:

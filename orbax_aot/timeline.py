@@ -45,13 +45,17 @@ class Timeline:
     @contextlib.contextmanager
     def span(self, lane: str, what: str) -> Iterator[None]:
         """Notes when its body ran, also where that raises."""
-        start = time.perf_counter() - self._began
+        start = time.perf_counter()
         try:
             yield
         finally:
-            span = Span(lane, what, start, time.perf_counter() - self._began)
-            with self._lock:
-                self._spans.append(span)
+            self.add(lane, what, start)
+
+    def add(self, lane: str, what: str, start: float) -> None:
+        """Notes what began at `start`, as `time.perf_counter` tells it, and ends now."""
+        now = time.perf_counter()
+        with self._lock:
+            self._spans.append(Span(lane, what, start - self._began, now - self._began))
 
     @property
     def spans(self) -> tuple[Span, ...]:

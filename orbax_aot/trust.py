@@ -126,11 +126,6 @@ class Trust:
         """Nothing of what is saved beside the weights: only live functions, compiled as jit would."""
         return Trust("never", portable=False)
 
-    @property
-    def signs(self) -> bool:
-        """Whether what is saved is signed."""
-        return self.private_key is not None
-
     def effective(self) -> Trust:
         """Returns this policy, unless the environment variable `ORBAX_AOT_TRUST` names another.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
@@ -209,9 +210,9 @@ async def _finish(
 ) -> Restored:
     if state is None:
         return Restored(None, restoring.finish())
-    with restoring.timeline.span("state", "weights"):
-        found = await state
-    return Restored(restoring.give_weak_types(found), restoring.finish())
+    start = time.perf_counter()
+    found = await state
+    return Restored(restoring.take_state(found, start), restoring.finish())
 
 
 def _name_as(handler: type, v0_handler: Any) -> None:

@@ -95,7 +95,7 @@ def small_parts(path):
     return sum(len(altering.mutations(value)) for _, value in altering.leaves(body))
 
 
-def run_altered(path, scratch, start, stop):
+def run_altered(path, scratch, numbers):
     """Restores and calls the function under some of the alterations; returns those with a wrong result."""
     source, step = Path(path) / "1", Path(scratch) / "1"
     if not step.exists():
@@ -108,7 +108,7 @@ def run_altered(path, scratch, start, stop):
         for new in altering.mutations(value)
     ]
     wrong = []
-    for number in range(start, min(stop, len(all_cases))):
+    for number in numbers:
         where, old, new = all_cases[number]
         what = f"{number}: {'.'.join(map(str, where))}: {old!r} -> {new!r}"
         print(what, flush=True)  # what killed the process stands last in its output
@@ -118,7 +118,8 @@ def run_altered(path, scratch, start, stop):
                 f = oaot.jit(small, donate_argnums=0)
                 target = programs.abstract(small_arguments()[0])
                 args = oaot.AotRestore(target, fns={"small": f} if live else ["small"])
-                state, fns = manager(scratch).restore(1, args=args)
+                with manager(scratch) as mngr:
+                    state, fns = mngr.restore(1, args=args)
                 if programs.digest(state) != programs.digest(small_arguments()[0]):
                     wrong.append(f"{what}: the state differs")
                 result = programs.digest(fns.small(*small_arguments()))

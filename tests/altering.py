@@ -37,15 +37,16 @@ def variants(body: Any) -> Iterator[dict[str, Any]]:
 
 
 def alter_variants(body: Any, keys: list[str], value: Any) -> Any:
-    """Returns a copy of `body` in which each variant has `value` at `keys`; None removes an entry."""
+    """Returns a copy of `body` in which each variant has `value` at `keys`, or what it makes of the old one."""
     body = copy.deepcopy(body)
     for variant in variants(body):
         *parents, last = keys
         node = variant
         for key in parents:
             node = node[key]
-        assert node.get(last) != value, f"{keys} is {value!r} already: the case changes nothing"
-        node[last] = value
+        new = value(node[last]) if callable(value) else value
+        assert node.get(last) != new, f"{keys} is {new!r} already: the case changes nothing"
+        node[last] = new
     return body
 
 

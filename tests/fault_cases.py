@@ -25,17 +25,18 @@ MESH_IDS = (0, 1)
 _HAND_OVER = """
 handler.AotHandler.__init__ handler.AotHandler.save handler.AotHandler.async_save handler.AotHandler.restore
 handler.AotHandler.finalize handler.AotHandler.close handler.AotHandler.metadata handler.AotHandler._typestr
-handler.AotHandler._has_state handler.AotHandler._wrapped_save handler.AotHandler._restore_state
+restoring.has_state handler.AotHandler._wrapped_save handler.AotHandler._restore_state
 """
 _GUARDS = """
-handler.AotHandler._commit handler.AotHandler._write saving.take_snapshot restoring.begin
-restoring.Restoring.make_target restoring.Restoring.give_weak_types restoring.Restoring.finish
+handler.AotHandler._commit handler.AotHandler._write saving.take_snapshot saving.sign restoring.begin
+restoring.Restoring.make_target restoring.Restoring.take_state restoring.Restoring.finish
 restoring.NothingRestored.__init__ restored.RestoredFunctions.__init__
 report.RestoreReport.__init__
 """
 _CALLERS = """
 handler.AotSave.__init__ handler.AotSave.__post_init__ handler.AotRestore.__init__ handler.AotRestore.__post_init__
-handler._require_names topology.require_devices _jax.devices.is_device
+saving.require_names saving.require_portable saving.require_savable topology.require_devices _jax.devices.is_device
+trust.Trust.__init__ trust.Trust.owner
 """
 NOT_OURS = frozenset(f"orbax_aot.{name}" for name in (_HAND_OVER + _GUARDS + _CALLERS).split())
 

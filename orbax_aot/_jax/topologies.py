@@ -1,4 +1,4 @@
-"""Devices to compile for that are not here: CPUs in any number, and TPUs where libtpu is installed.
+"""Devices to compile for that are not here: CPUs in any number; TPUs and GPUs where their plugins are installed.
 
 Seen on jax 0.10.2, 0.11.2 and 0.12.0.1.
 """
@@ -41,6 +41,28 @@ def make_tpu_devices(name: str) -> tuple[Any, ...]:
             described = topologies.get_topology_desc(platform="tpu", topology_name=name)
         except Exception as e:  # jaxlib's own error type, for all that libtpu refuses
             raise ValueError(str(e)) from e
+    return tuple(described.devices)
+
+
+def make_cuda_devices(target_config: str, count: int) -> tuple[Any, ...]:
+    """Returns `count` GPUs of one host, of the kind that a text of XLA's `GpuTargetConfigProto` describes.
+
+    Needs JAX's CUDA plugin, and no GPU.
+
+    Raises:
+      ValueError: there is no such plugin, or it refuses the description; the message is JAX's.
+    """
+    from jax.experimental import topologies
+
+    try:
+        described = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name="cuda",
+            topology=f"1x1x{count}",
+            target_config=target_config,
+        )
+    except Exception as e:
+        raise ValueError(str(e)) from e
     return tuple(described.devices)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 _HERE = Path(__file__).parent
-sys.path[:0] = [str(_HERE), str(_HERE.parents[1])]
+sys.path.insert(0, str(_HERE))
 
 import jax
 import numpy as np

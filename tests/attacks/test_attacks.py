@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 _HERE = Path(__file__).parent
+pytestmark = pytest.mark.xdist_group("attacks")  # one process makes the outcomes
 _ATTACKS = sorted((_HERE / "corpus").glob("*.py"))
 
 
@@ -19,7 +21,14 @@ _ATTACKS = sorted((_HERE / "corpus").glob("*.py"))
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What came of each attack, by name; all are restored in one other process, which they may end."""
     command = [sys.executable, str(_HERE / "attack_child.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert found, done.stderr[-3000:]
     return {outcome["name"]: outcome for outcome in found}

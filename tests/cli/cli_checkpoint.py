@@ -60,6 +60,6 @@ def save(root: pathlib.Path) -> pathlib.Path:
     fns = functions()
     with ocp.CheckpointManager(root, item_handlers=oaot.AotHandler()) as manager:
         for step in (1, 2):
-            manager.save(step, args=oaot.AotSave(state, fns=fns, portable=("cpu", "tpu")))
+            manager.save(step, args=oaot.AotSave(state, fns=fns, portable=("cpu", "tpu", "cuda")))
         manager.wait_until_finished()
     return root

@@ -45,6 +45,7 @@ def assert_snapshot(name: str, text: str) -> None:
 
 
 def write(item: pathlib.Path, body: m.Body) -> pathlib.Path:
+    item.mkdir(parents=True, exist_ok=True)
     store_lib.Store(item).write_manifest(body)
     return item
 

@@ -70,7 +70,7 @@ def test_a_platform_that_is_not_here_can_be_asked_about(saved_root):
     assert report.note == "There is no tpu here, and nothing was compiled for one."
     assert report["train_step"].verdict is Verdict.REBUILT
     assert codes(report["train_step"])[0] == "PLATFORM"
-    assert oaot.check(saved_root, platform="cuda")["train_step"].verdict is Verdict.REFUSED
+    assert oaot.check(saved_root, platform="rocm")["train_step"].verdict is Verdict.REFUSED
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_exit_codes_are_for_scripts(saved_root):
     assert check("-f", "train_step", "--mesh", "data=4,model=2") == 3
     assert check("-f", "train_step", "--devices", "4") == 3
     assert check("-f", "double", "--devices", "4") == 0
-    assert check("-f", "train_step", "--platform", "cuda") == 4
+    assert check("-f", "train_step", "--platform", "rocm") == 4
     assert check() == 4
     assert check("--mesh", "data=x") == 2
     assert check("--mesh", "data=2,data=4") == 2

@@ -217,7 +217,12 @@ def test_functions_are_added_to_those_that_are_there_and_replace_their_own_name(
     )
     assert after.body.created_by == before.body.created_by
     # The files of the old double are still there for who has read the old manifest; prune takes them.
-    assert all((root / "2/default/_aot" / f).exists() for f in m.files_of(before.body))
+    gone = {*m.files_of(before.body)} - {*m.files_of(after.body)}
+    assert gone and all((root / "2/default/_aot" / f).exists() for f in gone)
+    assert oaot.prune(root).files == {}
+    assert support.run("prune", str(root), "--unused", "--yes").exit_code == 0
+    assert not any((root / "2/default/_aot" / f).exists() for f in gone)
+    assert restore(root).fns.report["double"].verdict is Verdict.LOADED
 
 
 def test_a_function_that_was_never_called_is_refused_and_nothing_changes(root):

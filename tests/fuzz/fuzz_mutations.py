@@ -111,7 +111,9 @@ def delete_file(artifact: Artifact, rng: random.Random) -> None:
 def rename_file(artifact: Artifact, rng: random.Random) -> None:
     name = rng.choice(artifact.files())
     path = artifact.folder / name
-    path.rename(path.with_name(rng.choice((path.name.upper() + "x", "x" + path.name, "é", "...", "CON"))))
+    path.rename(
+        path.with_name(rng.choice((path.name.upper() + "x", "x" + path.name, "é", "...", "CON")))
+    )
 
 
 def link_file(artifact: Artifact, rng: random.Random) -> None:
@@ -182,7 +184,13 @@ def _compact(value: Any) -> bytes:
 def _places(value: Any, found: list[tuple[Any, Any]] | None = None) -> list[tuple[Any, Any]]:
     """Returns every (container, key) of a document."""
     found = [] if found is None else found
-    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    keys = (
+        list(value)
+        if isinstance(value, dict)
+        else range(len(value))
+        if isinstance(value, list)
+        else ()
+    )
     for key in keys:
         found.append((value, key))
         _places(value[key], found)
@@ -200,14 +208,18 @@ def _edit_once(body: Any, rng: random.Random) -> None:
     places = _places(body)
     container, key = rng.choice(places)
     value = container[key]
-    kind = rng.choice(("odd", "near", "near", "near", "delete", "other", "other", "list", "unknown"))
+    kind = rng.choice(
+        ("odd", "near", "near", "near", "delete", "other", "other", "list", "unknown")
+    )
     if kind == "odd":
         container[key] = copy.deepcopy(rng.choice(_ODD))
     elif kind == "near":
         container[key] = _near(value, rng)
     elif kind == "delete":
         del container[key]
-    elif kind == "other":  # what stands elsewhere under the same name, or at least has the same type
+    elif (
+        kind == "other"
+    ):  # what stands elsewhere under the same name, or at least has the same type
         like = [c[k] for c, k in places if k == key and c is not container]
         like = like or [c[k] for c, k in places if type(c[k]) is type(value)]
         container[key] = copy.deepcopy(rng.choice(like)) if like else None
@@ -250,7 +262,9 @@ def edit_variant(artifact: Artifact, rng: random.Random) -> None:
     body = artifact.body()
     signatures = [s for f in body["functions"].values() for s in f["signatures"]]
     signature = rng.choice(signatures)
-    part = rng.choice((signature["variants"][0], signature, body["shardings"], body["meshes"], body["layouts"]))
+    part = rng.choice(
+        (signature["variants"][0], signature, body["shardings"], body["meshes"], body["layouts"])
+    )
     if part:
         for _ in range(rng.choice((1, 1, 2))):
             _edit_once(part, rng)
@@ -264,7 +278,10 @@ def exchange_signatures(artifact: Artifact, rng: random.Random) -> None:
     a, b = body["functions"][one]["signatures"][0], body["functions"][two]["signatures"][0]
     what = rng.choice(("all", "inputs", "outputs", "variants", "fields"))
     if what == "all":
-        body["functions"][one], body["functions"][two] = body["functions"][two], body["functions"][one]
+        body["functions"][one], body["functions"][two] = (
+            body["functions"][two],
+            body["functions"][one],
+        )
     elif what == "fields":
         for key in rng.sample(sorted(a["variants"][0]), 3):
             if key in b["variants"][0]:
@@ -295,7 +312,11 @@ def edit_text(artifact: Artifact, rng: random.Random) -> None:
 
 def change_version(artifact: Artifact, rng: random.Random) -> None:
     text = _compact(artifact.body())
-    write_manifest(artifact, text, rng.choice(([2, 0], [1, 9], [0, 1], [1], [1, 0, 0], "1.0", [1.0, 0], [-1, 0], [10**30, 0])))
+    write_manifest(
+        artifact,
+        text,
+        rng.choice(([2, 0], [1, 9], [0, 1], [1], [1, 0, 0], "1.0", [1.0, 0], [-1, 0], [10**30, 0])),
+    )
 
 
 def splice_manifest(artifact: Artifact, rng: random.Random) -> None:
@@ -324,7 +345,13 @@ def _entries(body: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _replace_payload(artifact: Artifact, name: str, raw: bytes, stored: bytes | None = None, raw_nbytes: int | None = None) -> None:
+def _replace_payload(
+    artifact: Artifact,
+    name: str,
+    raw: bytes,
+    stored: bytes | None = None,
+    raw_nbytes: int | None = None,
+) -> None:
     stored = zstandard.ZstdCompressor(level=1).compress(raw) if stored is None else stored
     body = artifact.body()
     for found, entry in _entries(body):

@@ -195,10 +195,14 @@ def tiers_of(cases: int, can_sign: bool) -> list[tuple[int, int]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--tier", type=int)
-    parser.add_argument("--seed", type=int, help="with --tier: runs one case and prints what came of it")
+    parser.add_argument(
+        "--seed", type=int, help="with --tier: runs one case and prints what came of it"
+    )
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--root", type=Path, help="folder of checkpoints that were made before")
     parser.add_argument("--verbose", action="store_true", help="print what the workers print")

@@ -1,11 +1,12 @@
 """Restores damaged checkpoints, one for each line on standard input, and tells on standard output what came of each.
 
-    python fuzz_worker.py make FOLDER            makes the checkpoints to damage
-    python fuzz_worker.py run FOLDER < cases     a case is {"tier": 1, "seed": 7}; tier 3 is verified by signature
+python fuzz_worker.py make FOLDER            makes the checkpoints to damage
+python fuzz_worker.py run FOLDER < cases     a case is {"tier": 1, "seed": 7}; tier 3 is verified by signature
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -65,8 +66,12 @@ def _functions(shift: float) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 def _copy(args: Any) -> Any:
-    is_array = lambda x: isinstance(x, jax.Array) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.tree.map(lambda x: jax.device_put(np.array(x), x.sharding) if is_array(x) else x, args)
+    is_array = lambda x: (
+        isinstance(x, jax.Array) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )
+    return jax.tree.map(
+        lambda x: jax.device_put(np.array(x), x.sharding) if is_array(x) else x, args
+    )
 
 
 def _values(tree: Any) -> list[np.ndarray]:
@@ -102,8 +107,12 @@ def _make_keys(root: Path) -> Any:
 
         key = ec.generate_private_key(ec.SECP256R1())
         private, public = root / "key.pem", root / "key.pub"
-        private.write_bytes(key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption()))
-        public.write_bytes(key.public_key().public_bytes(s.Encoding.PEM, s.PublicFormat.SubjectPublicKeyInfo))
+        private.write_bytes(
+            key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
+        )
+        public.write_bytes(
+            key.public_key().public_bytes(s.Encoding.PEM, s.PublicFormat.SubjectPublicKeyInfo)
+        )
         return oaot.Trust.signed(public, private_key=private)
     except ImportError:
         return None
@@ -131,9 +140,17 @@ class Worker:
             trust = oaot.Trust.signed(self._root / "key.pub")
         _forget_peak()
         start = time.perf_counter()
-        found: dict[str, Any] = {"mutation": name, "verdicts": {}, "reasons": [], "wrong": [], "raised": []}
+        found: dict[str, Any] = {
+            "mutation": name,
+            "verdicts": {},
+            "reasons": [],
+            "wrong": [],
+            "raised": [],
+        }
         # The live function of one; the others from what is saved alone.
-        live = {n: (self._calls[n][0] if n == "table" and seed % 20 == 0 else None) for n in self._calls}
+        live = {
+            n: (self._calls[n][0] if n == "table" and seed % 20 == 0 else None) for n in self._calls
+        }
         restored = oaot.AotHandler(trust=trust).restore(self._work, oaot.AotRestore(fns=live))
         weights = jax.tree.map(np.asarray, restored.state)
         found["weights"] = sorted(weights) == sorted(STATE) and all(
@@ -146,7 +163,9 @@ class Worker:
         found["verdicts"] = {n: r.verdict.name for n, r in reports.items()}
         found["reasons"] = sorted({x.code.name for r in reports.values() for x in r.reasons})
         found["silent"] = [
-            n for n, r in reports.items() if r.verdict.name not in ("LOADED", "REMAPPED") and not r.reasons
+            n
+            for n, r in reports.items()
+            if r.verdict.name not in ("LOADED", "REMAPPED") and not r.reasons
         ]
         found["secs"] = time.perf_counter() - start
         found["peak_mb"] = _peak_mb()
@@ -168,15 +187,16 @@ class Worker:
 
 
 def _forget_peak() -> None:
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
 
 
 def _peak_mb() -> int:
     status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) // 1024
+    return (
+        next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+        // 1024
+    )
 
 
 def main() -> None:
@@ -196,7 +216,10 @@ def main() -> None:
         except Exception as e:
             import traceback
 
-            found = {"escaped": f"{type(e).__name__}: {e}"[:500], "where": traceback.format_exc()[-1500:]}
+            found = {
+                "escaped": f"{type(e).__name__}: {e}"[:500],
+                "where": traceback.format_exc()[-1500:],
+            }
         print(json.dumps(found), file=answers, flush=True)
 
 

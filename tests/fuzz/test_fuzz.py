@@ -9,6 +9,7 @@ import fuzz_run
 import pytest
 
 _CASES = 150
+pytestmark = pytest.mark.xdist_group("fuzz")  # one process makes the cases
 
 
 @pytest.fixture(scope="module")
@@ -82,5 +83,3 @@ def _content(folder: Path) -> dict[str, object]:
         str(p): p.read_bytes() if p.is_file() and not p.is_symlink() else p.lstat().st_mode
         for p in sorted(folder.rglob("*"))
     }
-
-

@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
+import topology_support
 
-REPOSITORY = pathlib.Path(__file__).parents[2]
 LIBTPU = os.environ.get("ORBAX_AOT_LIBTPU", "")
 
 pytestmark = pytest.mark.skipif(not LIBTPU, reason="needs libtpu: make test-topologies")
 
 TOPOLOGIES = ("v5e:2x4", "v6e:2x4")
-CHECKPOINT = "import sys, pathlib, cli_checkpoint; cli_checkpoint.save(pathlib.Path(sys.argv[1]))"
+CHECKPOINT = topology_support.CHECKPOINT
 
 
-def run(*command: str, devices: int = 8) -> subprocess.CompletedProcess[str]:
-    path = (LIBTPU, REPOSITORY, REPOSITORY / "tests/cli", os.environ.get("PYTHONPATH", ""))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, path)),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "COLUMNS": "200",
-    }
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=600, env=environment
-    )
+def run(*command: str):
+    return topology_support.run(LIBTPU, *command)
 
 
-def orbax_aot(*arguments: str) -> subprocess.CompletedProcess[str]:
+def orbax_aot(*arguments: str):
     return run("-m", "orbax_aot.cli", *arguments)
 
 

@@ -1,6 +1,6 @@
 """Restores an item under an audit hook; prints what was unpickled, compiled and executed outside the import system.
 
-    python audit_child.py ITEM [unpickle|exec|compile]     the last to see the hook at work
+python audit_child.py ITEM [unpickle|exec|compile]     the last to see the hook at work
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Restores an item in a process that a native call may end. Prints verdict, reasons and result as JSON.
 
-    python crash_child.py ITEM load|run|fine
+python crash_child.py ITEM load|run|fine
 """
 
 from __future__ import annotations

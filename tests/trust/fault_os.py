@@ -46,7 +46,10 @@ class FaultyOs:
             raise OSError(getattr(errno, self._fault), os.strerror(getattr(errno, self._fault)))
 
     def open(self, *args: Any, **kwargs: Any) -> int:
-        if self._fault in ("EACCES", "ENOENT", "ESTALE", "EROFS", "renamed", "hangs") and self._is_due():
+        if (
+            self._fault in ("EACCES", "ENOENT", "ESTALE", "EROFS", "renamed", "hangs")
+            and self._is_due()
+        ):
             self._fail()
         return os.open(*args, **kwargs)
 

@@ -24,9 +24,7 @@ def make_key(folder: Path, name: str, password: bytes | None = None) -> tuple[Pa
         else serialization.NoEncryption()
     )
     private, public = folder / f"{name}.pem", folder / f"{name}.pub"
-    private.write_bytes(
-        key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, protection)
-    )
+    private.write_bytes(key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, protection))
     public.write_bytes(
         key.public_key().public_bytes(_PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     )
@@ -42,7 +40,9 @@ def make_certificates(folder: Path, name: str, days: float = 365) -> tuple[Path,
     signer_key = ec.generate_private_key(ec.SECP256R1())
     root = _certificate(f"{name} root", root_key, f"{name} root", root_key, 3650, True)
     signer = _certificate(f"{name} signer", signer_key, f"{name} root", root_key, days, False)
-    key_file, signer_file, root_file = (folder / f"{name}-{part}.pem" for part in ("key", "signer", "root"))
+    key_file, signer_file, root_file = (
+        folder / f"{name}-{part}.pem" for part in ("key", "signer", "root")
+    )
     key_file.write_bytes(
         signer_key.private_bytes(
             _PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

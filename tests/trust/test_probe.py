@@ -37,12 +37,12 @@ def child_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return at
 
 
-def test_bytes_that_a_child_survives_are_loaded(item: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_a_child_survives_are_loaded(
+    item: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers: list[str] = []
     ask = probe._Child.ask
-    monkeypatch.setattr(
-        probe._Child, "ask", lambda *a: (answers.append(ask(*a)), answers[-1])[1]
-    )
+    monkeypatch.setattr(probe._Child, "ask", lambda *a: (answers.append(ask(*a)), answers[-1])[1])
     outcome = support.restore(item, probe=True)
     assert outcome.verdict == "LOADED"
     assert answers == ["ready", "loaded", "ran"]
@@ -51,9 +51,14 @@ def test_bytes_that_a_child_survives_are_loaded(item: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("where", "how"),
-    [("load", "was ended by SIGSEGV while loading it"), ("run", "was ended by SIGABRT while running it")],
+    [
+        ("load", "was ended by SIGSEGV while loading it"),
+        ("run", "was ended by SIGABRT while running it"),
+    ],
 )
-def test_bytes_that_kill_a_child_are_not_loaded(item: Path, child_dies, where: str, how: str) -> None:
+def test_bytes_that_kill_a_child_are_not_loaded(
+    item: Path, child_dies, where: str, how: str
+) -> None:
     child_dies(where)
     outcome = support.restore(item, probe=True)
     assert outcome.loads == 0
@@ -68,7 +73,9 @@ def test_a_child_that_does_not_start_says_nothing_about_the_bytes(item: Path, ch
     assert support.restore(item, probe=True).verdict == "LOADED"
 
 
-def test_without_being_asked_for_no_child_is_started(item: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_being_asked_for_no_child_is_started(
+    item: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(probe, "_Child", lambda: pytest.fail("a child was started"))
     assert support.restore(item).verdict == "LOADED"
 
@@ -84,5 +91,3 @@ def test_the_child_ends_with_the_restore(item: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(probe, "_Child", Child)
     support.restore(item, probe=True)
     assert started[0]._process.wait(timeout=30) is not None
-
-

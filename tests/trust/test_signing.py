@@ -122,9 +122,7 @@ def test_payload_and_manifest_that_fit_each_other_do_not_pass(copy: Path, signed
     document["body"]["created_by"]["host"] = "elsewhere"
     text = json.dumps(document["body"], separators=(",", ":"))
     digest = signing.hashlib.sha256(text.encode()).hexdigest()
-    path.write_text(
-        f'{{"format":"orbax-aot","version":[1,0],"sha256":"{digest}","body":{text}}}'
-    )
+    path.write_text(f'{{"format":"orbax-aot","version":[1,0],"sha256":"{digest}","body":{text}}}')
     assert support.restore(copy).verdict == "LOADED"  # by its digests it is whole
     _require_untrusted(copy, signed.trust, "does not fit (changed since: manifest.json)")
 
@@ -151,7 +149,9 @@ def test_the_folder_of_another_step_is_caught(copy: Path, signed: Signed) -> Non
     _require_untrusted(copy, signed.trust, "signed as part of another item")
 
 
-@pytest.mark.parametrize("name", ["item.json", "manifest.sig", "manifest.json", "step/0/0.pjrt.zst"])
+@pytest.mark.parametrize(
+    "name", ["item.json", "manifest.sig", "manifest.json", "step/0/0.pjrt.zst"]
+)
 def test_a_file_of_another_step_is_caught(copy: Path, signed: Signed, name: str) -> None:
     shutil.copy(signed.two / "_aot" / name, copy / "_aot" / name)
     if (copy / "_aot" / name).read_bytes() == (signed.one / "_aot" / name).read_bytes():

@@ -120,7 +120,11 @@ def test_owner_policy_judges_owner_and_mode(
     ],
 )
 def test_a_group_may_write_only_where_it_is_the_owners_own(
-    monkeypatch: pytest.MonkeyPatch, group: str, members: list[str], access_list: bool, private: bool
+    monkeypatch: pytest.MonkeyPatch,
+    group: str,
+    members: list[str],
+    access_list: bool,
+    private: bool,
 ) -> None:
     import grp
     import pwd

@@ -8,4 +8,6 @@ REASON = "CORRUPT"
 
 
 def attack(aot: Path) -> None:
-    (aot / "manifest.json").write_bytes(b'{"format":"safetensors","version":[1,0],"sha256":"","body":{}}')
+    (aot / "manifest.json").write_bytes(
+        b'{"format":"safetensors","version":[1,0],"sha256":"","body":{}}'
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import attack_tools as t
 
-REASON = "CORRUPT"
+REASON = "DEVICE_COUNT"
 
 
 def attack(aot: Path) -> None:
