@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 TESTS  ?= tests
 CASES  ?= 10000
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+# By file, since what a file's tests share (checkpoints, processes that restored them) is made once for it.
+PYTEST_ARGS ?= -n 2 --dist loadfile --durations=25
 
 BIN := $(VENV)/bin
 
