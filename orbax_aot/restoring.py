@@ -17,6 +17,7 @@ from orbax_aot import manifest as m
 from orbax_aot import plan as plan_lib
 from orbax_aot import probe as probe_lib
 from orbax_aot import restored as restored_lib
+from orbax_aot import signatures as signatures_lib
 from orbax_aot import state as state_lib
 from orbax_aot import store as store_lib
 from orbax_aot import trust as trust_lib
@@ -186,7 +187,7 @@ class Restoring:
         except Exception as e:
             self._note = f"{self._store.manifest_path}: {e}"
             logging.warning("%s", self._note)
-            return restored_lib.reason_of(e)
+            return signatures_lib.reason_of(e)
 
     def _open_manifest(self) -> tuple[m.Manifest, trust_lib.Standing] | None:
         """Returns the manifest and what stands against it; None where nothing was saved."""
@@ -258,7 +259,9 @@ class Restoring:
             )
             place = self._rebuild_place(signature)
             restored.signatures.append(
-                restored_lib.RestoredSignature(restored, i, saved, decision, devices, place, probe)
+                signatures_lib.RestoredSignature(
+                    restored, i, saved, decision, devices, place, probe
+                )
             )
         return restored
 
@@ -270,7 +273,7 @@ class Restoring:
             return None
         return lambda: prober.find_problem(name, index, variant, decision.assignment or ())
 
-    def _rebuild_place(self, signature: m.Signature) -> restored_lib.RebuildPlace:
+    def _rebuild_place(self, signature: m.Signature) -> signatures_lib.RebuildPlace:
         """Returns where a program that fits nowhere as it is would be rebuilt.
 
         On the mesh that is asked for; else on a mesh as it was saved, where there are enough devices; else on one.
@@ -278,7 +281,7 @@ class Restoring:
         assert self._manifest is not None and self._machine is not None
         mesh = self._mesh
         if mesh is not None:
-            return restored_lib.RebuildPlace(mesh, tuple(mesh.devices.flat))
+            return signatures_lib.RebuildPlace(mesh, tuple(mesh.devices.flat))
         given = self._args.devices
         local = [
             d
@@ -290,15 +293,15 @@ class Restoring:
         if saved is not None and (
             len(given) == saved.size if given else len(devices) >= saved.size
         ):
-            return restored_lib.RebuildPlace(state_lib.make_mesh(saved, devices), devices)
+            return signatures_lib.RebuildPlace(state_lib.make_mesh(saved, devices), devices)
         if given and len(given) > 1 and saved is not None:
             reason = Reason(
                 ReasonCode.DEVICE_COUNT,
                 f"for {saved.size} devices",
                 f"{len(given)} devices; pass mesh= to say how to use them",
             )
-            return restored_lib.RebuildPlace(reason=reason)
-        return restored_lib.RebuildPlace(None, devices[:1])
+            return signatures_lib.RebuildPlace(reason=reason)
+        return signatures_lib.RebuildPlace(None, devices[:1])
 
     def require_fit(self) -> None:
         """Raises unless each function was loaded or remapped, or is pending; waits for loads."""
@@ -342,7 +345,7 @@ class Restoring:
             fallback=self._devices,
         )
 
-    def _program(self, restored: restored_lib.RestoredSignature) -> state_lib.Program | None:
+    def _program(self, restored: signatures_lib.RestoredSignature) -> state_lib.Program | None:
         """Returns how a signature will run here, as far as it is decided; None where nothing saved runs."""
         variant, signature = restored.variant, restored.signature
         if variant is not None and restored.devices:
