@@ -537,10 +537,21 @@ def _check_variant(
 
 
 def _check_topology(topology: Topology, where: str, path: str) -> None:
-    """Raises `CorruptArtifactError` for numbers of devices that no topology has. Whether they agree, the plan sees."""
-    numbers = (topology.count, topology.replicas, topology.partitions)
-    if not all(0 < n <= MAX_DEVICES for n in numbers):
-        raise CorruptArtifactError(f"{path}: {where}: {numbers} devices are out of range.")
+    """Raises `CorruptArtifactError` where the numbers of devices disagree: a wrong one aborts in native code."""
+    count = topology.count
+    fits = (
+        0 < count <= MAX_DEVICES
+        and topology.replicas > 0
+        and topology.partitions > 0
+        and topology.replicas * topology.partitions == count
+        and len(topology.ids) == len(topology.processes) == count
+        and (topology.coords is None or len(topology.coords) == count)
+    )
+    if not fits:
+        raise CorruptArtifactError(
+            f"{path}: {where}: {count} devices, {topology.replicas}x{topology.partitions} replicas x partitions, "
+            f"{len(topology.ids)} ids and {len(topology.processes)} processes disagree."
+        )
 
 
 def _check_sizes(file: File, where: str, path: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import attack_tools as t
 
-REASON = "DEVICE_COUNT"
+REASON = "CORRUPT"
 
 
 def attack(aot: Path) -> None:
