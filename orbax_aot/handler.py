@@ -135,7 +135,7 @@ class AotHandler(ocp.AsyncCheckpointHandler):
         """Passes on to the wrapped handler, where there is a state; then signs, which takes the state's own index."""
         if restoring_lib.has_state(directory):
             self._state_handler.finalize(directory)
-        saving_lib.sign(store_lib.Store(directory), self._trust, self._timeout_secs)
+        saving_lib.sign(directory, self._trust, self._timeout_secs)
 
     def close(self) -> None:
         self._state_handler.close()

@@ -12,6 +12,7 @@ import jax
 import jaxlib.version
 import msgspec
 from absl import logging
+from etils import epath
 
 from orbax_aot import deadline
 from orbax_aot import functions as functions_lib
@@ -252,18 +253,19 @@ class Saving:
             raise TimeoutError(f"not done within {self._timeout_secs:g} s") from None
 
 
-def sign(store: store_lib.Store, trust: trust_lib.Trust, timeout_secs: float) -> None:
+def sign(directory: epath.PathLike, trust: trust_lib.Trust, timeout_secs: float) -> None:
     """Signs what has been saved, where the policy says so; runs in the commit, on the primary. Never raises.
 
     Without a signature the step commits all the same, and whoever asks for one recompiles.
     """
-    if not trust.signs or is_off():
-        return
     try:
+        if not trust.signs or is_off():
+            return
+        store = store_lib.Store(directory)
         if store.exists():
             deadline.within(timeout_secs, lambda: _sign(store, trust), "sign")
     except Exception:
-        logging.exception("%s: not signed.", store.folder)
+        logging.exception("%s: not signed.", directory)
 
 
 def _sign(store: store_lib.Store, trust: trust_lib.Trust) -> None:

@@ -25,19 +25,26 @@ MESH_IDS = (0, 1)
 _HAND_OVER = """
 handler.AotHandler.__init__ handler.AotHandler.save handler.AotHandler.async_save handler.AotHandler.restore
 handler.AotHandler.finalize handler.AotHandler.close handler.AotHandler.metadata handler.AotHandler._typestr
-handler.AotHandler._has_state handler.AotHandler._wrapped_save handler.AotHandler._restore_state
+restoring.has_state handler.AotHandler._wrapped_save handler.AotHandler._restore_state
 """
 _GUARDS = """
 handler.AotHandler._commit handler.AotHandler._write saving.take_snapshot restoring.begin
 restoring.Restoring.make_target restoring.Restoring.give_weak_types restoring.Restoring.finish
 restoring.NothingRestored.__init__ restored.RestoredFunctions.__init__
-report.RestoreReport.__init__
+report.RestoreReport.__init__ saving.sign
+"""
+# They note times, or name what is at hand, around the restore of the state: nothing in them that could fail.
+_TRIVIAL = """
+timeline.Timeline.__init__ timeline.Timeline.span timeline.Span.__init__ restoring.Restoring.functions
 """
 _CALLERS = """
 handler.AotSave.__init__ handler.AotSave.__post_init__ handler.AotRestore.__init__ handler.AotRestore.__post_init__
-handler._require_names topology.require_devices _jax.devices.is_device
+saving.require_names saving.require_portable saving.require_savable functions.require_pure trust.Trust.__init__
+trust.Trust.owner topology.require_devices _jax.devices.is_device
 """
-NOT_OURS = frozenset(f"orbax_aot.{name}" for name in (_HAND_OVER + _GUARDS + _CALLERS).split())
+NOT_OURS = frozenset(
+    f"orbax_aot.{name}" for name in (_HAND_OVER + _GUARDS + _TRIVIAL + _CALLERS).split()
+)
 
 
 class Injected(RuntimeError):
