@@ -31,12 +31,12 @@ _GUARDS = """
 handler.AotHandler._commit handler.AotHandler._write saving.take_snapshot saving.sign restoring.begin
 restoring.Restoring.make_target restoring.Restoring.take_state restoring.Restoring.finish
 restoring.NothingRestored.__init__ restored.RestoredFunctions.__init__
-report.RestoreReport.__init__
+report.RestoreReport.__init__ saving.sign
 """
 _CALLERS = """
 handler.AotSave.__init__ handler.AotSave.__post_init__ handler.AotRestore.__init__ handler.AotRestore.__post_init__
-saving.require_names saving.require_portable saving.require_savable topology.require_devices _jax.devices.is_device
-trust.Trust.__init__ trust.Trust.owner
+saving.require_names saving.require_portable saving.require_savable functions.require_pure trust.Trust.__init__
+trust.Trust.owner topology.require_devices _jax.devices.is_device
 """
 NOT_OURS = frozenset(f"orbax_aot.{name}" for name in (_HAND_OVER + _GUARDS + _CALLERS).split())
 

@@ -34,7 +34,7 @@ def test_each_function_called_in_a_restore_may_fail_and_the_weights_come_back_eq
 ):
     found = child.run(cases.faults_of_restore, tmp_path, how)
     assert found["problems"] == []
-    for name in ("plan.decide", "store.Store.read_manifest", "signatures.RestoredSignature._load"):
+    for name in ("plan.decide", "manifest.decode", "signatures.RestoredSignature._load"):
         assert f"orbax_aot.{name}" in found["called"]
     assert len(found["called"]) > 80
 

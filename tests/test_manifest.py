@@ -144,5 +144,5 @@ def test_a_missing_file_and_one_of_another_size_are_corrupt(tmp_path):
     with pytest.raises(CorruptArtifactError, match=r"missing\. Save this step again\."):
         folder.read("f/x", file)
     folder.write("f/x", b"four")
-    with pytest.raises(CorruptArtifactError, match="expected 3 bytes, found 4"):
+    with pytest.raises(CorruptArtifactError, match="4 bytes, expected at most 3"):
         folder.read("f/x", file)
