@@ -31,7 +31,7 @@ _GUARDS = """
 handler.AotHandler._commit handler.AotHandler._write saving.take_snapshot saving.sign restoring.begin
 restoring.Restoring.make_target restoring.Restoring.take_state restoring.Restoring.finish
 restoring.NothingRestored.__init__ restored.RestoredFunctions.__init__
-report.RestoreReport.__init__ saving.sign
+report.RestoreReport.__init__
 """
 _CALLERS = """
 handler.AotSave.__init__ handler.AotSave.__post_init__ handler.AotRestore.__init__ handler.AotRestore.__post_init__
