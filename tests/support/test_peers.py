@@ -255,9 +255,9 @@ def test_a_write_failure_is_a_warning_and_the_weights_are_saved(tmp_path, warnin
         found, fns = manager.restore(0, args=oaot.AotRestore(fns={"f": f}))
     np.testing.assert_array_equal(found["w"], X)
     assert [w for w in warnings if w.startswith("f: not saved (")] == [
-        "f: not saved (NOT_SERIALIZABLE: OSError: no space left on device)"
+        "f: not saved (NOT_SAVED: OSError: no space left on device)"
     ]
-    assert fns.report["f"].reasons[0].code.name == "NOT_SERIALIZABLE"
+    assert fns.report["f"].reasons[0].code.name == "NOT_SAVED"
 
 
 def test_a_failing_manifest_is_a_warning_and_the_weights_are_saved(tmp_path, warnings, monkeypatch):
