@@ -291,7 +291,11 @@ def _identity(signature: m.Signature) -> m.Signature:
 
 def _absent(name: str, error: Exception) -> m.Absent:
     """Returns why something is not saved, and says so in the log."""
-    code = "TIMEOUT" if isinstance(error, TimeoutError) else "NOT_SERIALIZABLE"
+    code = "NOT_SERIALIZABLE"
+    if isinstance(error, TimeoutError):
+        code = "TIMEOUT"
+    elif isinstance(error, OSError):
+        code = "NOT_SAVED"
     detail = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     logging.warning("%s: not saved (%s: %s)", name, code, detail)
     jax.monitoring.record_event("/jax/orbax_aot/save/absent", function=name, reason=code)
