@@ -49,7 +49,14 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     assert {n for n in names if ".dist-info/" not in n} == modules
     assert "orbax_aot/py.typed" in names
     about = {n.partition(".dist-info/")[2] for n in names if ".dist-info/" in n}
-    assert about == {"METADATA", "RECORD", "WHEEL", "top_level.txt", "licenses/LICENSE"}
+    assert about == {
+        "METADATA",
+        "RECORD",
+        "WHEEL",
+        "top_level.txt",
+        "entry_points.txt",
+        "licenses/LICENSE",
+    }
 
 
 def test_the_sdist_holds_what_builds_the_wheel_and_no_caches(built):

@@ -57,7 +57,7 @@ PUBLIC = {
     "load_compiled_from_serialized": None,
     "partially_serialize": None,
     "precompile": "path, topology, *, functions, mesh, progress",
-    "prune": "path, *, functions, variants, platforms, portable, dry_run",
+    "prune": "path, *, functions, variants, platforms, portable, unused, dry_run",
     "remap_compile_options_device_assignment": None,
     "sign": "path, *, private_key, password, signing_certificate, certificates",
     "verify": "path, *, trust",

@@ -115,7 +115,7 @@ SCENARIOS = {
     "save": save,
     "same": restore,
     "corrupt": lambda: with_broken("read") if rank == 1 else restore(),
-    "blind": lambda: with_broken("read_manifest") if rank == 1 else restore(),
+    "blind": lambda: with_broken("open_manifest") if rank == 1 else restore(),
     "changed": lambda: restore(scale=3.0 if rank == 1 else 2.0),
     "nosource": lambda: restore(live=False),
     "one_nosource": lambda: restore(live=rank == 0),

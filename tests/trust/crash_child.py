@@ -14,12 +14,12 @@ sys.path.insert(0, os.path.dirname(__file__))
 
 import trust_support as support
 
-from orbax_aot import restored
+from orbax_aot import signatures
 from orbax_aot._jax import dispatch
 
 item, where = sys.argv[1], sys.argv[2]
 if where == "load":  # as a driver does that does not like the bytes
-    restored.LoadedProgram.load = classmethod(lambda *a, **k: os.abort())  # type: ignore[assignment]
+    signatures.LoadedProgram.load = classmethod(lambda *a, **k: os.abort())  # type: ignore[assignment]
 if where == "run":
     dispatch.call_flat = lambda *a, **k: os.abort()
 
