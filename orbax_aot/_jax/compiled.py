@@ -321,26 +321,6 @@ def _without_ref(leaf: m.Leaf) -> m.Leaf:
     return msgspec.structs.replace(leaf, kind="array")
 
 
-def committed_twin(compiled: jax.stages.Compiled) -> jax.stages.Compiled:
-    """Returns `compiled` over the same executable, but with committed results.
-
-    jit compiles once more where arguments that were uncommitted come committed (Orbax restores them so); the
-    program is the same, only the results differ in that respect.
-    """
-    parts = dataclasses.replace(unloaded(compiled), committed=True)
-    return jax.stages.Compiled(
-        parts.load(),
-        list(constants_of(compiled)),
-        compiled.args_info,
-        compiled.out_tree,
-        no_kwargs=compiled._no_kwargs,
-    )
-
-
-def is_committed(compiled: jax.stages.Compiled) -> bool:
-    return bool(unloaded(compiled).committed)
-
-
 def count_host_callbacks(lowered: jax.stages.Lowered) -> int:
     return len(lowered._lowering.compile_args.get("host_callbacks", ()))
 
