@@ -1,8 +1,9 @@
 """Bytecode without layout: the same instructions however the lines of the source are broken.
 
 Where the compiler puts an expression on one line or on two, it leaves NOPs behind, jumps over a
-jump or straight to its goal, and needs wider arguments or not. None of this changes what runs, so
-all of it is undone here before the instructions are numbered.
+jump or straight to its goal, needs wider arguments or not, and loads variables in pairs or one by
+one. None of this changes what runs, so all of it is undone here before the instructions are
+numbered.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ _BACK = frozenset(op for name, op in dis.opmap.items() if "JUMP_BACKWARD" in nam
 _ALWAYS = frozenset(
     dis.opmap[name] for name in ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
 )
+# Python 3.13 and later load or store two variables at once, where both stand on one line.
+_PAIRS = {
+    dis.opmap[f"{first}_{second}"]: (dis.opmap[first], dis.opmap[second])
+    for first in ("LOAD_FAST", "STORE_FAST", "LOAD_FAST_BORROW")
+    for second in ("LOAD_FAST", "STORE_FAST", "LOAD_FAST_BORROW")
+    if f"{first}_{second}" in dis.opmap
+}
 _OPPOSITES = {"IF_FALSE": "IF_TRUE", "IF_TRUE": "IF_FALSE",
               "IF_NONE": "IF_NOT_NONE", "IF_NOT_NONE": "IF_NONE"}  # fmt: skip
 
@@ -116,6 +124,10 @@ def _read(raw: bytes, index_of_unit: list[int]) -> list[Instruction]:
                 ends[-1] = unit + 1
         elif opcode == _EXTENDED_ARG:
             wide = (wide | argument) << 8
+        elif opcode in _PAIRS:
+            first, second = _PAIRS[opcode]
+            found += [Instruction(first, argument >> 4), Instruction(second, argument & 15)]
+            ends += [unit + 1, unit + 1]
         elif opcode != _NOP:
             found.append(Instruction(opcode, argument | wide))
             ends.append(unit + 1)
